@@ -32,7 +32,9 @@ class ProjectAddress(MetadataHookInterface):
             }
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
         text = re.sub(
-            r"!\[([^]]*)\]\((?!https?://)([^)]+)\)", rf"![\1]({address}/raw/main/\2)" if known else "", text
+            r"!\[([^]]*)\]\((?!https?://)([^)]+)\)",
+            rf"![\1]({address}/raw/main/\2)" if known else "",
+            text,
         )
         link = rf"[\1]({address}/blob/main/\2)" if known else r"\1"
         text = re.sub(r"\[([^]]*)\]\((?!https?://|#)([^)]+)\)", link, text)

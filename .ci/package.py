@@ -1,6 +1,7 @@
 """Build the sdist and, from it, the wheel; install the wheel in a clean environment, and run the demo from it.
 
-`dist` then holds what would be published: sdist, wheel, and an SBOM of the clean environment (CycloneDX).
+`dist` then holds what would be published: sdist, wheel, and an SBOM of the clean environment
+(CycloneDX).
 """
 
 import json
@@ -18,7 +19,9 @@ ROOT = Path(__file__).parent.parent
 
 def run(*command: str | Path, cwd: Path, expected: int = 0) -> str:
     """Run a command, and return what it says; another exit code than expected is an error that shows it."""
-    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
     said = done.stdout + done.stderr
     if done.returncode != expected:
         sys.exit(f"{' '.join(map(str, command))} has ended with {done.returncode}:\n{said}")
@@ -28,7 +31,9 @@ def run(*command: str | Path, cwd: Path, expected: int = 0) -> str:
 def check_contents(dist: Path) -> Path:
     """Compare what is packed with the source tree, and return the wheel."""
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*") if path.is_file()}
+    sources = {
+        str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*") if path.is_file()
+    }
     sources = {name for name in sources if "__pycache__" not in name}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -47,9 +52,27 @@ def check_contents(dist: Path) -> Path:
 
 def list_components(python: Path, sbom: Path) -> None:
     """Write what is installed beside coterie, each with its version and licence."""
-    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--pyproject", ROOT / "pyproject.toml"]
-    run(*command, "--mc-type", "library", "--output-reproducible", "-o", sbom, python, cwd=sbom.parent)
-    components = {each["name"] for each in json.loads(sbom.read_text(encoding="utf-8"))["components"]}
+    command = [
+        sys.executable,
+        "-m",
+        "cyclonedx_py",
+        "environment",
+        "--pyproject",
+        ROOT / "pyproject.toml",
+    ]
+    run(
+        *command,
+        "--mc-type",
+        "library",
+        "--output-reproducible",
+        "-o",
+        sbom,
+        python,
+        cwd=sbom.parent,
+    )
+    components = {
+        each["name"] for each in json.loads(sbom.read_text(encoding="utf-8"))["components"]
+    }
     missing = {"torch", "numpy", "scipy", "pandas"} - components
     assert not missing, f"the SBOM lacks {sorted(missing)}"
 
@@ -63,17 +86,43 @@ def main() -> None:
         wheel = check_contents(dist)
         run(sys.executable, "-m", "venv", place / "clean", cwd=place)
         binaries = place / "clean" / "bin"
-        run(binaries / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=place)
+        run(
+            binaries / "python",
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "-c",
+            ROOT / "constraints.txt",
+            wheel,
+            cwd=place,
+        )
         list_components(binaries / "python", dist / f"{wheel.name.partition('-py3')[0]}.cdx.json")
         print(run(binaries / "coterie", "--version", cwd=place).strip())
         print(
-            run(binaries / "coterie", "demo", "--seeds", "1", "--steps", "20", "--out", "demo", cwd=place).strip()
+            run(
+                binaries / "coterie",
+                "demo",
+                "--seeds",
+                "1",
+                "--steps",
+                "20",
+                "--out",
+                "demo",
+                cwd=place,
+            ).strip()
         )
         assert (place / "demo" / "index.html").exists()
-        (place / "mine.csv").write_text("age,ill\n" + "30,0\n51,1\n30,1\n51,0\n" * 10, encoding="utf-8")
-        consortium = "federate init trial --data mine.csv --target ill --server localhost --site basel"
+        (place / "mine.csv").write_text(
+            "age,ill\n" + "30,0\n51,1\n30,1\n51,0\n" * 10, encoding="utf-8"
+        )
+        consortium = (
+            "federate init trial --data mine.csv --target ill --server localhost --site basel"
+        )
         refused = run(binaries / "coterie", *consortium.split(), cwd=place, expected=2).strip()
-        assert refused == 'coterie: NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`', refused
+        assert refused == 'coterie: NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`', (
+            refused
+        )
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         shutil.copytree(dist, ROOT / "dist")
 

@@ -1,12 +1,13 @@
 """Adaptive averaging beside training alone and fixed weights, at one step size and without validation examples.
 
-    python benchmarks/adaptive.py [--data DIR] [--sets digits] [--models linear,mlp] [--users 8] [--jobs 1]
+    python benchmarks/adaptive.py [--data DIR] [--sets digits] [--models linear,mlp] [--users 8]
+    [--jobs 1]
 
-Users of a set are user 0 in turn, with few examples to learn from and the rest of theirs for the test; the others
-are peers with all of theirs. All methods take the same steps of Adam, and the last model counts.
-Conditions, as in `coterie bench`: *honest*; *wrong-labels*, half the peers are wrong; *permuted*, nobody differs.
-Differences to Alone are paired by user, ± one standard error. Time is that of adaptive averaging over that of
-`WeightedAveraging(0.6)`, on one thread.
+Users of a set are user 0 in turn, with few examples to learn from and the rest of theirs for the
+test; the others are peers with all of theirs. All methods take the same steps of Adam, and the last
+model counts. Conditions, as in `coterie bench`: *honest*; *wrong-labels*, half the peers are wrong;
+*permuted*, nobody differs. Differences to Alone are paired by user, ± one standard error. Time is
+that of adaptive averaging over that of `WeightedAveraging(0.6)`, on one thread.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
         cost = float(example_errors(run.model, task.me.test, 1 / task.spread).mean())
         measured[rule_name] = -(cost**0.5) if regression else 1 - cost
         if run.record.end.account:
-            measured["wrong"] = sum(run.record.end.account["tau"].get(peer, 0.0) for peer in task.wrong)
+            measured["wrong"] = sum(
+                run.record.end.account["tau"].get(peer, 0.0) for peer in task.wrong
+            )
     return measured
 
 
@@ -66,7 +69,10 @@ def row(label: str, by_user: list[dict[str, float]]) -> str:
     table = {column: np.array([user[column] for user in by_user]) for column in by_user[0]}
     times = np.median(table["adaptive, seconds"] / table["alpha 0.6, seconds"])
     gain = table["adaptive"] - table["alone"]
-    best = max((rule for rule in RULES if rule.startswith("alpha")), key=lambda rule: float(table[rule].mean()))
+    best = max(
+        (rule for rule in RULES if rule.startswith("alpha")),
+        key=lambda rule: float(table[rule].mean()),
+    )
     behind = table["adaptive"] - table[best]
     shown = " | ".join(f"{table[rule].mean():.3f}" for rule in RULES)
     changes = (f"{c.mean():+.3f} ± {c.std(ddof=1) / len(c) ** 0.5:.3f}" for c in (gain, behind))

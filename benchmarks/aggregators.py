@@ -1,14 +1,14 @@
 """The time of every robust aggregator beside that of `byzfl`, on one thread, both sides in one run.
 
-Processor time, not time passed: what else the machine does would weigh on the longer calls more. Medians of calls
-by turns.
+Processor time, not time passed: what else the machine does would weigh on the longer calls more.
+Medians of calls by turns.
 
     pip install --no-deps byzfl
     python benchmarks/aggregators.py [--rows 20] [--columns 100000] [--json]
 
-`byzfl` asks for torchvision and seaborn, for experiments of its own; its aggregators need neither, and only they
-are imported here. Its geometric median takes three steps and stops; the line “converged” gives it as many as it
-needs to come as near as ours does, to 1e-6 of the rows' spread.
+`byzfl` asks for torchvision and seaborn, for experiments of its own; its aggregators need neither,
+and only they are imported here. Its geometric median takes three steps and stops; the line
+“converged” gives it as many as it needs to come as near as ours does, to 1e-6 of the rows' spread.
 """
 
 from __future__ import annotations
@@ -61,8 +61,14 @@ def sides(n: int, f: int, radius: float, steps: int) -> Sides:
         f"… converged ({steps} steps)": (aggregators.GeometricMedian(), least),
         "Krum": (aggregators.Krum(f), krum),
         "Multi-Krum": (aggregators.MultiKrum(f), theirs.MultiKrum(f)),
-        "centred clipping, 1": (aggregators.CentredClipping(radius, 1), partial(clipping, iterations=1)),
-        "centred clipping, 10": (aggregators.CentredClipping(radius, 10), partial(clipping, iterations=10)),
+        "centred clipping, 1": (
+            aggregators.CentredClipping(radius, 1),
+            partial(clipping, iterations=1),
+        ),
+        "centred clipping, 10": (
+            aggregators.CentredClipping(radius, 10),
+            partial(clipping, iterations=10),
+        ),
         "mixing, Krum": (
             aggregators.NearestNeighbourMixing(f, then=aggregators.Krum(f)),
             lambda rows: krum(mixing(rows)),
@@ -118,12 +124,15 @@ def main() -> None:
         times: tuple[list[float], list[float]] = ([], [])
         timed(ours, rows), timed(theirs, rows)
         end = time.monotonic() + options.seconds
-        while time.monotonic() < end or len(times[0]) < 5:  # by turns, so that both see the same machine
+        # by turns, so that both see the same machine
+        while time.monotonic() < end or len(times[0]) < 5:
             times[0].append(timed(ours, rows))
             times[1].append(timed(theirs, rows))
         mine, other = (statistics.median(each) for each in times)
         if options.json:
-            print(json.dumps({"aggregator": name, "coterie_ms": mine, "byzfl_ms": other}), flush=True)
+            print(
+                json.dumps({"aggregator": name, "coterie_ms": mine, "byzfl_ms": other}), flush=True
+            )
         else:
             print(f"{name:<30}{mine:>12.2f}{other:>12.2f}{other / mine:>7.1f}×", flush=True)
 

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/any_model.py [llama] [cnn] [weighted] [lstm] [--repeats 3]
 
-Each line is one case, with both sides in one run: seconds of one CPU thread, the medians of the repeats, and their
-ratio. `llama` needs transformers and peft.
+Each line is one case, with both sides in one run: seconds of one CPU thread, the medians of the
+repeats, and their ratio. `llama` needs transformers and peft.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ def llama() -> tuple[nn.Module, Any, list[coterie.User], dict[str, Any]]:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=96, max_position_embeddings=64, **size))
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     users = []
@@ -48,8 +53,19 @@ def cnn() -> tuple[nn.Module, Any, list[coterie.User], dict[str, Any]]:
     task = coterie.data.digits_by_writer(me=3, own_examples=60)
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()),
+        *(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        ),
+        *(
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+        ),
         *(nn.Dropout(0.25), nn.Linear(512, 10)),
     )
     flat = nn.Sequential(nn.Flatten(), model)
@@ -82,7 +98,12 @@ def lstm() -> tuple[nn.Module, Any, list[coterie.User], dict[str, Any]]:
     """Return an LSTM, and the writers of digits."""
     task = coterie.data.digits_by_writer(me=3, own_examples=60)
     torch.manual_seed(0)
-    return LastStep(), f.cross_entropy, [task.me, *task.peers][:11], {"steps": 100, "batch_size": 16}
+    return (
+        LastStep(),
+        f.cross_entropy,
+        [task.me, *task.peers][:11],
+        {"steps": 100, "batch_size": 16},
+    )
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Any, list[coterie.User], dict[str, Any]]]] = {
@@ -96,7 +117,9 @@ def _name(k: int) -> str:
 
 def main() -> None:
     """Time the cases named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", help=", ".join(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()

@@ -2,16 +2,18 @@
 
     python benchmarks/audit.py [--runs 1000]        # a minute
 
-A canary's gradient is as large as the clip allows, and in a direction that no other example has: none is easier to
-find. A peer holds 96 canaries, each in a direction of its own; in 96 more there is none. Examples are sampled and
-noise is added to numbers one by one, so that each direction is a run that knows nothing of the others: with its
-canary, or without. Sampling, clipping and noise are those of a private peer (`PrivateGradients`).
+A canary's gradient is as large as the clip allows, and in a direction that no other example has:
+none is easier to find. A peer holds 96 canaries, each in a direction of its own; in 96 more there
+is none. Examples are sampled and noise is added to numbers one by one, so that each direction is a
+run that knows nothing of the others: with its canary, or without. Sampling, clipping and noise are
+those of a private peer (`PrivateGradients`).
 
-Of each run, of one step or of 50, the attacker takes the likelihood ratio, which nothing beats. Half of the runs
-choose a threshold; of the other half, the shares of runs with and without a canary that are beyond it give
-ε ≥ log((with − δ) / without), both shares bounded at 95 % together (Clopper and Pearson 1934). The bound must be
-below the ε that is stated, and is to be above a tenth of it: else the audit could not fail. That it can is seen in
-the last cases: half of the noise, half of the clipping, a sample that is no sample.
+Of each run, of one step or of 50, the attacker takes the likelihood ratio, which nothing beats.
+Half of the runs choose a threshold; of the other half, the shares of runs with and without a canary
+that are beyond it give ε ≥ log((with − δ) / without), both shares bounded at 95 % together (Clopper
+and Pearson 1934). The bound must be below the ε that is stated, and is to be above a tenth of it:
+else the audit could not fail. That it can is seen in the last cases: half of the noise, half of the
+clipping, a sample that is no sample.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def ratios(case: Case, runs: int) -> tuple[Ratios, Ratios]:
     rate, noise, by_event = case.event.rate, case.event.noise, []
     for _ in range(-(-runs // N)):
         given = torch.stack([private.gradient(x, event=event) for _ in range(case.steps)])
-        sums = given.double().numpy() * -event.rate * N / CLIP  # 1 and noise where a canary was sampled
+        # 1 and noise where a canary was sampled
+        sums = given.double().numpy() * -event.rate * N / CLIP
         by_event.append(np.log1p(rate * np.expm1((sums - 0.5) / noise**2)).sum(0))
     with_it, without = np.split(np.array(by_event), 2, axis=1)
     return with_it.ravel(), without.ravel()
@@ -88,14 +91,18 @@ def lower_bound(with_it: Ratios, without: Ratios, confidence: float = 0.95) -> f
         >>> lower_bound(ones, 0 * ones) > 4, lower_bound(ones, ones)
         (True, 0.0)
     """
-    (first_in, last_in), (first_out, last_out) = (each.reshape(2, -1) for each in (with_it, without))
+    (first_in, last_in), (first_out, last_out) = (
+        each.reshape(2, -1) for each in (with_it, without)
+    )
     thresholds = np.quantile(np.concatenate([first_in, first_out]), np.linspace(0.01, 0.99, 99))
     tests = [(threshold, sign) for threshold in thresholds for sign in (1, -1)]
     bounds = [_bound(first_in, first_out, *test, confidence) for test in tests]
     return max(0.0, _bound(last_in, last_out, *tests[int(np.argmax(bounds))], confidence))
 
 
-def _bound(with_it: Ratios, without: Ratios, threshold: float, sign: int, confidence: float) -> float:
+def _bound(
+    with_it: Ratios, without: Ratios, threshold: float, sign: int, confidence: float
+) -> float:
     """Return the bound by one threshold; the sign −1 is that of a test for who is not there."""
     if sign < 0:
         with_it, without = -without, -with_it
@@ -117,14 +124,22 @@ def audited(case: Case, runs: int, confidence: float = 0.95) -> float:
 
 def main() -> None:
     """Print the bound of every case beside what is stated."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=1000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| case | ε stated | ε at least, by the audit | |\n|---|---|---|---|")
     for name, case in (HONEST | CHEATS).items():
         bound = audited(case, options.runs)
-        verdict = "exceeded" if bound > case.stated else "within" if bound > case.stated / 10 else "not found"
+        verdict = (
+            "exceeded"
+            if bound > case.stated
+            else "within"
+            if bound > case.stated / 10
+            else "not found"
+        )
         print(f"| {name} | {case.stated:.2f} | {bound:.2f} | {verdict} |")
 
 

@@ -1,10 +1,11 @@
 """The campaign: attackers, kills, faults, damaged files, nonsense and bad input, all counted in one table.
 
-    python benchmarks/campaign.py --out campaign --jobs 16              # everything: hours on one core
-    python benchmarks/campaign.py --out campaign --parts attacks,faults --quick
+    python benchmarks/campaign.py --out campaign --jobs 16              # everything: hours on one
+    core python benchmarks/campaign.py --out campaign --parts attacks,faults --quick
 
-Results are saved as they come in OUT/results.jsonl: the same command goes on where it was stopped. OUT/table.md is
-the table of docs/reliability.md. What counts as bad is told in each row; the aim is 0.
+Results are saved as they come in OUT/results.jsonl: the same command goes on where it was stopped.
+OUT/table.md is the table of docs/reliability.md. What counts as bad is told in each row; the aim is
+0.
 """
 
 from __future__ import annotations
@@ -60,15 +61,27 @@ def fault(name: str) -> dict[str, Any]:
 def damage(name: str, count: int, seed: int) -> dict[str, Any]:
     """Return how many damaged files were accepted in silence, or ended in a raw error."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = support("damage").corrupt(name, Path(folder), count // 3, count - count // 3, seed)
+        outcome = support("damage").corrupt(
+            name, Path(folder), count // 3, count - count // 3, seed
+        )
     told = f"{outcome.refused} refused, {outcome.survived} read up to the damage, {outcome.silent} in silence"
-    return {"n": count, "bad": outcome.silent + len(outcome.raw), "told": "; ".join([told, *outcome.raw[:3]])}
+    return {
+        "n": count,
+        "bad": outcome.silent + len(outcome.raw),
+        "told": "; ".join([told, *outcome.raw[:3]]),
+    }
 
 
 def kills(count: int, seed: int) -> dict[str, Any]:
     """Return how many runs, killed at random moments and taken up again, came to other bits or were lost."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "tests/support/killed_runs.py"), folder, str(count), str(seed)]
+        command = [
+            sys.executable,
+            str(ROOT / "tests/support/killed_runs.py"),
+            folder,
+            str(count),
+            str(seed),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     lost = sum(each["digest"] != each["wanted"] for each in rounds) + (done.returncode != 0)
@@ -81,7 +94,9 @@ def kill_points(seed: int) -> dict[str, Any]:
     """Return how many of the points before, during and after each file is written lose a run."""
     points, rng = support("kill_points"), np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
-        hit = points.killed_at_every_point(Path(folder), lambda point: int(rng.integers(1, 3)) if seed else 1)
+        hit = points.killed_at_every_point(
+            Path(folder), lambda point: int(rng.integers(1, 3)) if seed else 1
+        )
         ledgers = []
         for point in points.LEDGER_POINTS:
             path = Path(folder) / point / "requests.jsonl"
@@ -89,13 +104,19 @@ def kill_points(seed: int) -> dict[str, Any]:
             left, counted, more = points.ledger_killed_at(point, path)
             ledgers.append(left <= counted <= left + 1 and counted + more == 5)
     lost = (not hit["same bits"]) + ledgers.count(False)
-    return {"n": len(points.POINTS) + len(ledgers), "bad": lost, "told": "the same bits, and the same caps"}
+    return {
+        "n": len(points.POINTS) + len(ledgers),
+        "bad": lost,
+        "told": "the same bits, and the same caps",
+    }
 
 
 def ledgers(count: int, seed: int) -> dict[str, Any]:
     """Return how often kills of private peers, two on one ledger, lost what was spent, or ε was exceeded."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = support("killed_ledgers").killed(Path(folder) / "log", count, seed, 16.0 if count < 50 else 60.0)
+        outcome = support("killed_ledgers").killed(
+            Path(folder) / "log", count, seed, 16.0 if count < 50 else 60.0
+        )
     told = f"{outcome.left} answers left, {outcome.counted} of {outcome.most} were counted"
     return {"n": outcome.kills, "bad": outcome.bad, "told": told}
 
@@ -132,7 +153,9 @@ def inputs() -> dict[str, Any]:
                 attempt(Path(folder))
                 wrong.append(f"{name}: accepted")
             except CoterieError:
-                wrong += [f"{name}: left files"] * any(path.is_dir() for path in Path(folder).iterdir())
+                wrong += [f"{name}: left files"] * any(
+                    path.is_dir() for path in Path(folder).iterdir()
+                )
             except Exception as error:
                 wrong.append(f"{name}: {type(error).__name__}")
     return {"n": len(bad_inputs), "bad": len(wrong), "told": "; ".join(wrong[:5])}
@@ -158,8 +181,14 @@ def memory(steps: int) -> dict[str, Any]:
     """Return whether memory grew by more than a hundredth in a long run over torch.distributed."""
     command = [sys.executable, str(ROOT / "benchmarks/soak.py"), "--steps", str(steps)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
-    ratios = [json.loads(line)["ratio"] for line in done.stdout.splitlines() if line.startswith("{")]
-    return {"n": steps, "bad": not ratios or max(ratios) > 1.01, "told": f"the last over the first: {ratios}"}
+    ratios = [
+        json.loads(line)["ratio"] for line in done.stdout.splitlines() if line.startswith("{")
+    ]
+    return {
+        "n": steps,
+        "bad": not ratios or max(ratios) > 1.01,
+        "told": f"the last over the first: {ratios}",
+    }
 
 
 DOES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -199,10 +228,17 @@ def cells(quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the cases of training under attack, those without attackers too."""
     runs, seeds, ks = support("attack_runs"), range(2) if quick else SEEDS, (1, 4) if quick else KS
     asked: list[tuple[Any, ...]] = [("alone", "none", 0, seed, False) for seed in seeds]
-    both = [(rule, seed, guarded) for seed in seeds for rule in runs.RULES for guarded in (False, True)]
+    both = [
+        (rule, seed, guarded) for seed in seeds for rule in runs.RULES for guarded in (False, True)
+    ]
     asked += [(rule, "none", 0, seed, guarded) for rule, seed, guarded in both]
-    asked += [(rule, attack, k, seed, g) for rule, seed, g in both for attack in runs.ATTACKS for k in ks]
-    return [(f"{r}{', guarded' * g}: {attack}, {k} of 10", (r, attack, k, s, g)) for r, attack, k, s, g in asked]
+    asked += [
+        (rule, attack, k, seed, g) for rule, seed, g in both for attack in runs.ATTACKS for k in ks
+    ]
+    return [
+        (f"{r}{', guarded' * g}: {attack}, {k} of 10", (r, attack, k, s, g))
+        for r, attack, k, s, g in asked
+    ]
 
 
 def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
@@ -219,10 +255,14 @@ def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
         each = (100 if quick else 10_000) // CHUNKS
         return [(name, (name, each, chunk)) for name in FUZZED for chunk in range(CHUNKS)]
     plain: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
-        "kills": [("random moments", (5 if quick else 50, seed)) for seed in range(1 if quick else 10)],
+        "kills": [
+            ("random moments", (5 if quick else 50, seed)) for seed in range(1 if quick else 10)
+        ],
         "kill points": [("named points", (seed,)) for seed in range(1 if quick else 3)],
         "ledgers": [("private peers, two on a ledger", (10 if quick else 200, 0))],
-        "oracles": [("masked sums", (5 if quick else 250, seed)) for seed in range(1 if quick else 4)],
+        "oracles": [
+            ("masked sums", (5 if quick else 250, seed)) for seed in range(1 if quick else 4)
+        ],
         "calls": [("through a server", (20 if quick else 1000, 0))],
         "bombs": [("in the place of files", ())],
         "inputs": [("library", ())],
@@ -252,9 +292,14 @@ def cells_of(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], tuple[flo
     by_cell: dict[tuple[str, str, int], list[float]] = {}
     for (rule, attack, k, seed, guarded), accuracy in accuracies.items():
         if rule != "alone" and seed in alone:
-            by_cell.setdefault((f"{rule}{', guarded' * guarded}", attack, k), []).append(accuracy - alone[seed])
+            by_cell.setdefault((f"{rule}{', guarded' * guarded}", attack, k), []).append(
+                accuracy - alone[seed]
+            )
     return {
-        cell: (float(np.mean(d)), float(np.std(d, ddof=1) / np.sqrt(len(d))) if len(d) > 1 else float("nan"))
+        cell: (
+            float(np.mean(d)),
+            float(np.std(d, ddof=1) / np.sqrt(len(d))) if len(d) > 1 else float("nan"),
+        )
         for cell, d in by_cell.items()
     }
 
@@ -272,16 +317,30 @@ def table(rows: list[dict[str, Any]]) -> str:
     by_cell = cells_of(rows)
     if not by_cell:
         return "\n".join(lines) + "\n"
-    rules, ks = list(dict.fromkeys(rule for rule, _, _ in by_cell)), sorted({k for _, _, k in by_cell if k})
-    lines += ["", "Accuracy less Alone's, mean and standard error over seeds, by attackers of ten:", ""]
+    rules, ks = (
+        list(dict.fromkeys(rule for rule, _, _ in by_cell)),
+        sorted({k for _, _, k in by_cell if k}),
+    )
+    lines += [
+        "",
+        "Accuracy less Alone's, mean and standard error over seeds, by attackers of ten:",
+        "",
+    ]
     lines += [f"| rule | attack | {' | '.join(map(str, ks))} |", "|---|---|" + "---|" * len(ks)]
     for rule in rules:
         for attack in dict.fromkeys(cell[1] for cell in by_cell if cell[0] == rule):
             told = [by_cell.get((rule, attack, k if attack != "none" else 0)) for k in ks]
-            shown = [f"{d:+.3f} ± {e:.3f}" if each else "" for each in told for d, e in [each or (0.0, 0.0)]]
+            shown = [
+                f"{d:+.3f} ± {e:.3f}" if each else ""
+                for each in told
+                for d, e in [each or (0.0, 0.0)]
+            ]
             lines.append(f"| {rule} | {attack} | {' | '.join(shown)} |")
     lines += ["", "With at most half of the peers attacking:", ""]
-    lines += ["| rule | cells | below −.05 | below Alone by 3 errors | the worst |", "|---|---|---|---|---|"]
+    lines += [
+        "| rule | cells | below −.05 | below Alone by 3 errors | the worst |",
+        "|---|---|---|---|---|",
+    ]
     for rule in rules:
         some = {cell: each for cell, each in by_cell.items() if cell[0] == rule and cell[2] <= 5}
         worst = min(some, key=lambda cell: some[cell][0])
@@ -294,7 +353,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do what has not been done, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("campaign"))
     parser.add_argument("--parts", default=",".join(DOES), help=f"of {', '.join(DOES)}")
     parser.add_argument("--quick", action="store_true", help="a hundredth of it")
@@ -302,21 +363,34 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    rows = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
     done = {(row["part"], row["case"], json.dumps(row["given"])) for row in rows}
-    asked = [(part, *case) for part in options.parts.split(",") for case in cases(part, options.quick)]
+    asked = [
+        (part, *case) for part in options.parts.split(",") for case in cases(part, options.quick)
+    ]
     todo = [job for job in asked if (*job[:2], json.dumps(job[2])) not in done]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool, path.open("a", encoding="utf-8") as file:
-        waiting = {pool.submit(work, part, given): (part, case, given) for part, case, given in todo}
+    with (
+        ProcessPoolExecutor(options.jobs, mp_context=context) as pool,
+        path.open("a", encoding="utf-8") as file,
+    ):
+        waiting = {
+            pool.submit(work, part, given): (part, case, given) for part, case, given in todo
+        }
         for count, future in enumerate(as_completed(waiting), 1):
             part, case, given = waiting[future]
             row = {"part": part, "case": case, "given": list(given), **future.result()}
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
-            print(f"{count}/{len(waiting)} {part}: {case}: {row}"[:180], file=sys.stderr, flush=True)
+            print(
+                f"{count}/{len(waiting)} {part}: {case}: {row}"[:180], file=sys.stderr, flush=True
+            )
     (options.out / "table.md").write_text(table(rows), encoding="utf-8")
     print(table(rows))
 

@@ -1,11 +1,13 @@
 """Adaptive averaging, choice and training together, over `WeightedAveraging` of the same steps, in one run.
 
-    python benchmarks/choice_cost.py [--device cuda] [--models digits,mlp,cnn] [--steps 1000] [--rounds 3] [--json]
+    python benchmarks/choice_cost.py [--device cuda] [--models digits,mlp,cnn] [--steps 1000]
+    [--rounds 3] [--json]
 
-*digits*: softmax regression on scikit-learn's digits, 13 peers; *mlp* (159,010 parameters) and *cnn* (1,663,370):
-10 peers, random images, 128 examples a user, batches of 32. One thread on a CPU. On a GPU steps are captured.
-The times are those of whole calls of `train`, in turns: on a CPU the processor's, so that other work on the machine
-counts less, on a GPU those of the clock. The ratio is the median over rounds.
+*digits*: softmax regression on scikit-learn's digits, 13 peers; *mlp* (159,010 parameters) and
+*cnn* (1,663,370): 10 peers, random images, 128 examples a user, batches of 32. One thread on a CPU.
+On a GPU steps are captured. The times are those of whole calls of `train`, in turns: on a CPU the
+processor's, so that other work on the machine counts less, on a GPU those of the clock. The ratio
+is the median over rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def users(kind: str) -> tuple[nn.Module, coterie.User, list[coterie.User]]:
 
 
 def seconds(
-    kind: str, rule: coterie.Rule | coterie.AdaptiveAveraging, options: argparse.Namespace, steps: int
+    kind: str,
+    rule: coterie.Rule | coterie.AdaptiveAveraging,
+    options: argparse.Namespace,
+    steps: int,
 ) -> tuple[float, str]:
     """Return the time of one call of `train`, and how its steps were taken."""
     model, me, peers = users(kind)
@@ -60,7 +65,9 @@ def seconds(
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", default="digits,mlp,cnn")
     parser.add_argument("--steps", type=int, default=1000)
@@ -76,7 +83,8 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in rules}
         how = {}
         for rule in rules.values():
-            seconds(kind, rule, options, 40 if options.device == "cuda" else 8)  # what libraries set up once
+            # what libraries set up once
+            seconds(kind, rule, options, 40 if options.device == "cuda" else 8)
         for _ in range(options.rounds):
             for name, rule in rules.items():
                 took, how[name] = seconds(kind, rule, options, options.steps)
@@ -89,7 +97,10 @@ def main() -> None:
             "range": [round(min(ratios), 2), round(max(ratios), 2)],
             "steps": how,
         }
-        print(json.dumps(row) if options.json else "  ".join(f"{k}: {v}" for k, v in row.items()), flush=True)
+        print(
+            json.dumps(row) if options.json else "  ".join(f"{k}: {v}" for k, v in row.items()),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The cost of a clipped sum over that of a plain gradient of the same batch, all sides timed in one run.
 
-The sides: a plain gradient; the clipped sum by layer (`engines/peer/ghost_norms.py`); the same from every example's
-gradient by `vmap`; the noise alone; and a whole private gradient, with its noise and its random sample. Then what a
-peer takes to answer: plainly, with a log of what it gives, and privately, where each line of the log is on the disk
-before anything is computed. The log lies in the folder for temporary files, or in `--log`.
+The sides: a plain gradient; the clipped sum by layer (`engines/peer/ghost_norms.py`); the same from
+every example's gradient by `vmap`; the noise alone; and a whole private gradient, with its noise
+and its random sample. Then what a peer takes to answer: plainly, with a log of what it gives, and
+privately, where each line of the log is on the disk before anything is computed. The log lies in
+the folder for temporary files, or in `--log`.
 
-    python benchmarks/clipping.py [--device cuda] [--threads 1] [--batch 32] [--seconds 20] [--log FOLDER]
+    python benchmarks/clipping.py [--device cuda] [--threads 1] [--batch 32] [--seconds 20] [--log
+    FOLDER]
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from coterie.privacy.clipping import clipped_sum, noisy
 
 def main() -> None:
     """Print each side's time, and its ratio to the plain gradient."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=32)
@@ -58,7 +62,10 @@ def main() -> None:
         "private gradient": lambda: private.gradient(x, event=Event(1 / 8, 1.0)),
     }
     with tempfile.TemporaryDirectory(dir=given.log) as folder:
-        for name, privacy in (("plain answer", None), ("private answer", Privacy(1e4, 1e-5, 1.0, 1.0))):
+        for name, privacy in (
+            ("plain answer", None),
+            ("private answer", Privacy(1e4, 1e-5, 1.0, 1.0)),
+        ):
             log = Path(folder) / name.replace(" ", "-")
             peer = Peer(user, passes, Caps(), log, ModelSupport(), privacy=privacy)
             request = Request(x[None], step=0, seed=0, batch_size=n)

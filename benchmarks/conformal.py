@@ -2,10 +2,10 @@
 
     python benchmarks/conformal.py --data DIR [--sets heart,school] [--users 6] [--coverage 0.9]
 
-Three models, linear: training alone, adaptive averaging, pooled. Own-only is the first with the 10 own scores;
-`ours` is the second with own scores and those that peers lend; pooled is the third with everybody's scores alike.
-A model is judged with 20 draws of the rows to calibrate with from all own rows that it was not trained on; the
-others are its test rows.
+Three models, linear: training alone, adaptive averaging, pooled. Own-only is the first with the 10
+own scores; `ours` is the second with own scores and those that peers lend; pooled is the third with
+everybody's scores alike. A model is judged with 20 draws of the rows to calibrate with from all own
+rows that it was not trained on; the others are its test rows.
 """
 
 import argparse
@@ -62,7 +62,13 @@ def measured(task: SetTask, classes: int, coverage: float) -> dict[str, tuple[fl
     for name, rule in rules.items():
         torch.manual_seed(0)
         start = torch.nn.Linear(size, classes or 1)
-        how: dict[str, Any] = {"steps": 200, "lr": 0.01, "guard": "off", "progress": False, "measure": False}
+        how: dict[str, Any] = {
+            "steps": 200,
+            "lr": 0.01,
+            "guard": "off",
+            "progress": False,
+            "measure": False,
+        }
         model = coterie.train(start, loss, me, peers, rule, **how).model
 
         def scored(rows: Rows, model: torch.nn.Module = model) -> NDArray[np.float64]:
@@ -76,12 +82,20 @@ def measured(task: SetTask, classes: int, coverage: float) -> dict[str, tuple[fl
             ways = {"alone": {"own-only": Calibration(own)}, "pooled": {}}.get(
                 name, {"ours, own scores": Calibration(own), "ours": Calibration(own, lent)}
             )
-            limits = {way: calibration.threshold(coverage).score for way, calibration in ways.items()}
+            limits = {
+                way: calibration.threshold(coverage).score for way, calibration in ways.items()
+            }
             if name == "pooled":
-                limits["pooled"] = float(np.quantile(np.concatenate([own, *lent.values()]), coverage))
+                limits["pooled"] = float(
+                    np.quantile(np.concatenate([own, *lent.values()]), coverage)
+                )
             for way, limit in limits.items():
-                wide = (answers[test] <= limit).sum(1).mean() if classes else 2 * limit / task.spread
-                drawn.setdefault(way, []).append((float((every[test] <= limit).mean()), float(wide)))
+                wide = (
+                    (answers[test] <= limit).sum(1).mean() if classes else 2 * limit / task.spread
+                )
+                drawn.setdefault(way, []).append(
+                    (float((every[test] <= limit).mean()), float(wide))
+                )
     found = {way: tuple(np.mean(pairs, 0).tolist()) for way, pairs in drawn.items()}
     return found
 
@@ -95,7 +109,9 @@ def main(data: Path, sets: list[str], users: int, coverage: float) -> None:
         people = load(SETS[name], data)
         classes = people.n_classes
         able = candidates(people, OWN)[:users]
-        tasks = [task_of(people, me, own_examples=OWN, most_peers=19, condition=condition) for me in able]
+        tasks = [
+            task_of(people, me, own_examples=OWN, most_peers=19, condition=condition) for me in able
+        ]
         each = [measured(task, classes, coverage) for task in tasks]
         cells = []
         for way in ways:
@@ -110,7 +126,9 @@ def main(data: Path, sets: list[str], users: int, coverage: float) -> None:
             relative = np.mean(
                 [
                     a[1] / b[1]
-                    for a, b in zip(everything[condition, way], everything[condition, "own-only"], strict=True)
+                    for a, b in zip(
+                        everything[condition, way], everything[condition, "own-only"], strict=True
+                    )
                 ]
             )
             cells.append(f"{np.mean(covered):.3f}, {relative:.2f}×")
@@ -121,7 +139,9 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--sets", default=",".join(name for name in SETS if name not in ("mnist", "shakespeare")))
+    parser.add_argument(
+        "--sets", default=",".join(name for name in SETS if name not in ("mnist", "shakespeare"))
+    )
     parser.add_argument("--users", type=int, default=6)
     parser.add_argument("--coverage", type=float, default=0.9)
     given = parser.parse_args()

@@ -1,8 +1,9 @@
 """Gradual change: a stream whose optimum drifts, with peers that drift, join and leave, against a tuned Alone.
 
-f_k = ½(x − θ_k(t))², gradients with noise of standard deviation 10. All θ_k take a common random step of .01 after
-every step; peers start 4 away from user 0 in standard deviation. Every coordinate is a trial of its own. Losses are
-means over the last half of the steps. Knobs are those of the least loss of half of the trials, the others are told.
+f_k = ½(x − θ_k(t))², gradients with noise of standard deviation 10. All θ_k take a common random
+step of .01 after every step; peers start 4 away from user 0 in standard deviation. Every coordinate
+is a trial of its own. Losses are means over the last half of the steps. Knobs are those of the
+least loss of half of the trials, the others are told.
 
     python benchmarks/drifting.py [--steps 20000] [--trials 200]
 """
@@ -22,7 +23,9 @@ SHARE = PEERS / (PEERS + 1)
 SETTINGS: dict[str, list[coterie.Rule]] = {
     "Alone": [coterie.Alone()],
     "averaging": [coterie.WeightedAveraging(alpha) for alpha in (0.003, 0.01, 0.03, 0.1)],
-    "bias correction": [coterie.BiasCorrection(SHARE, beta) for beta in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)],
+    "bias correction": [
+        coterie.BiasCorrection(SHARE, beta) for beta in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+    ],
 }
 CONDITIONS = {
     "peers follow you": (0.0, False),
@@ -43,7 +46,9 @@ def presence(steps: int, changing: bool) -> np.ndarray[tuple[int, int], np.dtype
     return np.array(rows)
 
 
-def losses(rule: coterie.Rule, lr: float, steps: int, trials: int, change: tuple[float, bool]) -> torch.Tensor:
+def losses(
+    rule: coterie.Rule, lr: float, steps: int, trials: int, change: tuple[float, bool]
+) -> torch.Tensor:
     """Return every trial's mean loss over the last half of the steps; `change` is a value of `CONDITIONS`."""
     own_drift, changing = change
     random, there = torch.Generator().manual_seed(0), presence(steps, changing)
@@ -74,7 +79,10 @@ def main(steps: int, trials: int) -> None:
     for condition, change in CONDITIONS.items():
         best = {}
         for name, rules in SETTINGS.items():
-            tried = [losses(rule, lr, steps, trials, change) for rule, lr in itertools.product(rules, RATES)]
+            tried = [
+                losses(rule, lr, steps, trials, change)
+                for rule, lr in itertools.product(rules, RATES)
+            ]
             chosen = min(range(len(tried)), key=lambda k: float(tried[k][: trials // 2].mean()))
             rule, lr = list(itertools.product(rules, RATES))[chosen]
             best[name] = (
@@ -84,7 +92,10 @@ def main(steps: int, trials: int) -> None:
         apart = best["bias correction"][0] - best["Alone"][0]
         error = float(apart.std()) / len(apart) ** 0.5
         cells = [f"{float(values.mean()):.4f} ({knobs})" for values, knobs in best.values()]
-        print(f"| {condition} | {' | '.join(cells)} | {float(apart.mean()):+.4f} ± {error:.4f} |", flush=True)
+        print(
+            f"| {condition} | {' | '.join(cells)} | {float(apart.mean()):+.4f} ± {error:.4f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

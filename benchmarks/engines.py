@@ -1,24 +1,25 @@
 """What a step costs when the peers are in other processes, over the bare calls of the same transport.
 
-    python benchmarks/engines.py                     # 3 peers on this machine, d = 10,000 and 1,000,000
-    python benchmarks/engines.py --engine torch --seconds 30
-    python benchmarks/engines.py --engine torch --sides bare everyone --d 1000000
+    python benchmarks/engines.py                     # 3 peers on this machine, d = 10,000 and
+    1,000,000 python benchmarks/engines.py --engine torch --seconds 30 python benchmarks/engines.py
+    --engine torch --sides bare everyone --d 1000000
 
 Every side takes its turn in the same processes. For torch.distributed (gloo):
 
 - calls: one broadcast of x and one reduce of d numbers, nothing else;
-- bare: the same with every rank's gradient by plain autograd between them, as a script without coterie would do;
-- ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; with `gather`; and masked, with
-  `secure_sums`;
-- everyone: `Mutual.gradients`, where all four ask each other at the same time, over four bare steps, one after the
-  other.
+- bare: the same with every rank's gradient by plain autograd between them, as a script without
+  coterie would do;
+- ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; with `gather`; and
+  masked, with `secure_sums`;
+- everyone: `Mutual.gradients`, where all four ask each other at the same time, over four bare
+  steps, one after the other.
 
-For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and gets as much
-back; the same with gradients by plain autograd; `Remote.gradients`; the same with
+For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab call that sends x and
+gets as much back; the same with gradients by plain autograd; `Remote.gradients`; the same with
 `secure_sums`.
 
-The model has d parameters and next to no arithmetic, so that what is compared is the exchange. Another engine joins
-by a function in `ENGINES` that measures it beside its own bare call.
+The model has d parameters and next to no arithmetic, so that what is compared is the exchange.
+Another engine joins by a function in `ENGINES` that measures it beside its own bare call.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Flat(nn.Module):
 def user(rank: int) -> coterie.User:
     """Return a user of four examples."""
     generator = torch.Generator().manual_seed(rank)
-    return coterie.User(str(rank), torch.randn(4, 1, generator=generator), torch.randn(4, 1, generator=generator))
+    return coterie.User(
+        str(rank), torch.randn(4, 1, generator=generator), torch.randn(4, 1, generator=generator)
+    )
 
 
 def timed(step: Callable[[], object], steps: int) -> list[float]:
@@ -105,7 +108,9 @@ def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
     return seconds
 
 
-def ours(rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bool = False) -> list[float]:
+def ours(
+    rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bool = False
+) -> list[float]:
     """Time the engine."""
     logging.disable(logging.WARNING)  # who joins masked sums
     model, mine = Flat(d), user(rank)
@@ -168,10 +173,25 @@ def torch_distributed(d: int, seconds: float, sides: Sequence[str] = SIDES) -> d
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(1 + PEERS)}
-    command = [sys.executable, __file__, "--rank-of", str(d), "--seconds", str(seconds), "--sides", *sides]
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(1 + PEERS),
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--rank-of",
+        str(d),
+        "--seconds",
+        str(seconds),
+        "--sides",
+        *sides,
+    ]
     ranks = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        subprocess.Popen(  # noqa: S603  # our own command
+            command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(1 + PEERS)
     ]
     try:
@@ -200,7 +220,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=list(ENGINES), nargs="+", default=list(ENGINES))
-    parser.add_argument("--d", type=int, nargs="+", default=[10_000, 1_000_000], help="numbers of parameters")
+    parser.add_argument(
+        "--d", type=int, nargs="+", default=[10_000, 1_000_000], help="numbers of parameters"
+    )
     parser.add_argument("--seconds", type=float, default=30, help="time to spend on each line")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="of torch")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -222,7 +244,9 @@ def main() -> None:
                     "everyone / (4 bare)": medians.pop("ratio of all", None),
                 }
                 shown = ", ".join(f"{name} {value:.2f} ms" for name, value in medians.items())
-                more = "".join(f"; {name} = {value:.2f}" for name, value in told.items() if value is not None)
+                more = "".join(
+                    f"; {name} = {value:.2f}" for name, value in told.items() if value is not None
+                )
                 print(f"{engine:<8}d = {d:<10,}{shown}{more}", flush=True)
 
 

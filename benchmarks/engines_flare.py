@@ -3,7 +3,8 @@
 One job measures all sides in turns:
 
 - calls: a bare Collab call that sends x and gets an array of its size back, nothing else;
-- bare: the same with a gradient by plain autograd at each site and then at user 0, as a script without coterie;
+- bare: the same with a gradient by plain autograd at each site and then at user 0, as a script
+  without coterie;
 - ours: `Remote.gradients`, with the weights, the caps, the log of requests and the checks;
 - masked: the same with `secure_sums`, with every site's gradient under masks.
 """
@@ -119,8 +120,15 @@ class User0:
         """Measure, and write the medians in milliseconds."""
         torch.set_num_threads(1)
         model, plain = Flat(self.d), Flat(self.d)
-        how: dict[str, Any] = {"sites": CollabSites(), "names": NAMES, "batch_size": 4, "timeout": 60}
-        engine, secure = (Remote(model, mse_loss, user(0), secure_sums=masked, **how) for masked in (False, True))
+        how: dict[str, Any] = {
+            "sites": CollabSites(),
+            "names": NAMES,
+            "batch_size": 4,
+            "timeout": 60,
+        }
+        engine, secure = (
+            Remote(model, mse_loss, user(0), secure_sums=masked, **how) for masked in (False, True)
+        )
         x = Parameters(model).share()
         weights = dict.fromkeys(NAMES, 1 / PEERS)
 
@@ -143,7 +151,9 @@ class User0:
             "ours": ours,
             "masked": masked,
         }
-        steps = max(10, int(self.seconds / ROUNDS / len(sides) / (30e-3 if self.d < 100_000 else 250e-3)))
+        steps = max(
+            10, int(self.seconds / ROUNDS / len(sides) / (30e-3 if self.d < 100_000 else 250e-3))
+        )
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):
             for name, side in sides.items():
@@ -167,7 +177,9 @@ def flare(d: int, seconds: float) -> dict[str, float]:
     return medians
 
 
-def deployed(module: str, lead: dict[str, Any], site: dict[str, Any], *, limit: float, size: int = 1) -> Any:
+def deployed(
+    module: str, lead: dict[str, Any], site: dict[str, Any], *, limit: float, size: int = 1
+) -> Any:
     """Run a module's `User0` and `Site`, made with these arguments, as a job; return what user 0 wrote."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -177,14 +189,18 @@ def deployed(module: str, lead: dict[str, Any], site: dict[str, Any], *, limit: 
         _allow(folder / "server" / "local" / "resources.json", module)
         commands = [server_command(folder / "server")]
         for name in NAMES:
-            kit = Kit("benchmark", name, "user0", "localhost", ports[0], "y", (), "linear", size, 1, 1)
+            kit = Kit(
+                "benchmark", name, "user0", "localhost", ports[0], "y", (), "linear", size, 1, 1
+            )
             place_of = site_workspace(folder / "sites" / name, kit)
             _allow(place_of / "local" / "resources.json", module)
             commands.append(site_command(place_of, kit))
         job = _job(folder, module, lead, site)
         here = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         env = surroundings() | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
-        processes = [psutil.Popen(command, env=env, stdout=subprocess.DEVNULL) for command in commands]
+        processes = [
+            psutil.Popen(command, env=env, stdout=subprocess.DEVNULL) for command in commands
+        ]
         try:
             return _result(folder, job, limit)
         finally:
@@ -196,7 +212,10 @@ def deployed(module: str, lead: dict[str, Any], site: dict[str, Any], *, limit: 
 
 def _job(folder: Path, module: str, lead: dict[str, Any], site: dict[str, Any]) -> Path:
     job = write_job(folder / "job")
-    for side, ours, kind, args in (("server", LEAD_CLASS, "User0", lead), ("client", SITE_CLASS, "Site", site)):
+    for side, ours, kind, args in (
+        ("server", LEAD_CLASS, "User0", lead),
+        ("client", SITE_CLASS, "Site", site),
+    ):
         path = job / "app" / "config" / f"config_fed_{side}.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         assert config["components"][0]["path"] == ours

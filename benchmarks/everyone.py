@@ -1,14 +1,15 @@
 """Everybody's model by `train_everyone` over the same runs one after the other, both sides timed in one run.
 
-The users: the 14 writer segments of scikit-learn's digits, 20 people of WISDM, 20 schools, each with the examples
-that the benchmark gives user 0. Both sides do all that `train` does by default: guard, measured constants,
-evaluations, test. CPU time, so that other work on the machine counts less. `train_everyone` also trains the pooled
-model, which is in its time.
+The users: the 14 writer segments of scikit-learn's digits, 20 people of WISDM, 20 schools, each
+with the examples that the benchmark gives user 0. Both sides do all that `train` does by default:
+guard, measured constants, evaluations, test. CPU time, so that other work on the machine counts
+less. `train_everyone` also trains the pooled model, which is in its time.
 
-    python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64] [--steps 1000] [--json]
+    python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64] [--steps
+    1000] [--json]
 
-With `--rounding` the single runs are trained a second time, from parameters that are the next numbers above: so far
-apart are two runs that differ by one rounding.
+With `--rounding` the single runs are trained a second time, from parameters that are the next
+numbers above: so far apart are two runs that differ by one rounding.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def model(users: list[coterie.User], classes: int, hidden: int) -> nn.Module:
     inputs = users[0].batch(1, seed=0, step=0)[0].numel()
     if not hidden:
         return nn.Sequential(nn.Flatten(), nn.Linear(inputs, classes or 1))
-    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1)
+    )
 
 
 def next_numbers(start: nn.Module) -> nn.Module:
@@ -108,7 +111,9 @@ def measured(name: str, hidden: int, rule: str, options: argparse.Namespace) -> 
     one(users[0], 2, start)  # what torch imports and sets up once
     coterie.train_everyone(start, loss, users[:3], RULES[rule], steps=2, **settings)
     began = time.process_time()
-    together = coterie.train_everyone(start, loss, users, RULES[rule], steps=options.steps, **settings)
+    together = coterie.train_everyone(
+        start, loss, users, RULES[rule], steps=options.steps, **settings
+    )
     between = time.process_time()
     apart = {user.name: one(user, options.steps, start) for user in users}
     ended = time.process_time()
@@ -121,35 +126,50 @@ def measured(name: str, hidden: int, rule: str, options: argparse.Namespace) -> 
         "ratio": (between - began) / (ended - between),
         "largest_difference": difference,
         "differ": differ,
-        "same_verdicts": sum(together.runs[n].verdict.finding == run.verdict.finding for n, run in apart.items()),
+        "same_verdicts": sum(
+            together.runs[n].verdict.finding == run.verdict.finding for n, run in apart.items()
+        ),
     }
     if options.rounding:
         moved = next_numbers(start)
         again = {user.name: one(user, options.steps, moved) for user in users}
-        results["rounding_difference"], results["rounding_differ"] = largest(losses(apart), losses(again))
+        results["rounding_difference"], results["rounding_differ"] = largest(
+            losses(apart), losses(again)
+        )
     return results
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, default=Path("data"), help="holds wisdm_activity and school_exam")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data"), help="holds wisdm_activity and school_exam"
+    )
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
-    parser.add_argument("--hidden", type=int, nargs="+", default=[0, 64], help="hidden units; 0: none")
+    parser.add_argument(
+        "--hidden", type=int, nargs="+", default=[0, 64], help="hidden units; 0: none"
+    )
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--steps", type=int, default=1000, help="of each run")
-    parser.add_argument("--rounding", action="store_true", help="how far single runs are apart by one rounding")
+    parser.add_argument(
+        "--rounding", action="store_true", help="how far single runs are apart by one rounding"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.json:
-        print(f"{'set':<8}{'hidden':>6} {'rule':<9}{'users':>5}{'everyone s':>12}{'one by one s':>14}{'ratio':>7}")
+        print(
+            f"{'set':<8}{'hidden':>6} {'rule':<9}{'users':>5}{'everyone s':>12}{'one by one s':>14}{'ratio':>7}"
+        )
     for name in options.sets:
         for hidden in options.hidden:
             for rule in options.rules:
                 result = measured(name, hidden, rule, options)
                 if options.json:
-                    print(json.dumps({"set": name, "hidden": hidden, "rule": rule} | result), flush=True)
+                    print(
+                        json.dumps({"set": name, "hidden": hidden, "rule": rule} | result),
+                        flush=True,
+                    )
                     continue
                 shown = f"{result['everyone_s']:>12.2f}{result['one_by_one_s']:>14.1f}{result['ratio']:>7.2f}"
                 apart = f"{result['largest_difference']:.0e} ({result['differ']} over 1e-6)"
@@ -157,7 +177,9 @@ def main() -> None:
                 if options.rounding:
                     apart = f"{result['rounding_difference']:.0e} ({result['rounding_differ']} over 1e-6)"
                     same += f", by one rounding {apart}"
-                print(f"{name:<8}{hidden:>6} {rule:<9}{result['users']:>5}{shown}{same}", flush=True)
+                print(
+                    f"{name:<8}{hidden:>6} {rule:<9}{result['users']:>5}{shown}{same}", flush=True
+                )
 
 
 if __name__ == "__main__":

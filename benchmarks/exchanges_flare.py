@@ -1,9 +1,10 @@
 """The NVFLARE part of `exchanges.py`: time and bytes to a given loss, with latency added to every exchange.
 
-A provisioned server and three sites on this machine, over mutual TLS, each a writer of digits. In one job user 0
-trains a linear model by averaging, with each latency and each K in turn, until its validation loss is that which an
-exchange at every step reaches in as many own gradients, or 2 % more. The latency is a delay in what carries
-the messages (`Delayed`): no exchange takes less time than without it, plus that.
+A provisioned server and three sites on this machine, over mutual TLS, each a writer of digits. In
+one job user 0 trains a linear model by averaging, with each latency and each K in turn, until its
+validation loss is that which an exchange at every step reaches in as many own gradients, or 2 %
+more. The latency is a delay in what carries the messages (`Delayed`): no exchange takes less time
+than without it, plus that.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Delayed:
     def __init__(self, seconds: float) -> None:
         self.sites, self.seconds = CollabSites(), seconds
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> DelayedReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> DelayedReplies:
         """Ask as `CollabSites` does."""
         return DelayedReplies(self.sites.ask(names, method, timeout, **arguments), self.seconds)
 
@@ -114,14 +117,28 @@ class User0:
         for latency in self.latencies:
             for kind in KINDS:
                 one = self.trained(latency, kind, target)
-                runs.append({"latency": latency, "kind": kind, **{k: v for k, v in one.items() if k != "losses"}})
+                runs.append(
+                    {
+                        "latency": latency,
+                        "kind": kind,
+                        **{k: v for k, v in one.items() if k != "losses"},
+                    }
+                )
         write_result({"target": target, "runs": runs})
 
     def trained(self, latency: float, kind: tuple[int, int], target: float) -> dict[str, Any]:
         """Train until the validation loss is low enough, or for twice as many own gradients as at first."""
         task, losses = digits_by_writer(0), []
         me = task.me
-        engine = Remote(model(), cross_entropy, me, sites=Delayed(latency), names=NAMES, batch_size=16, timeout=60)
+        engine = Remote(
+            model(),
+            cross_entropy,
+            me,
+            sites=Delayed(latency),
+            names=NAMES,
+            batch_size=16,
+            timeout=60,
+        )
 
         def low_enough(step: coterie.Step) -> bool:
             if step.point is not None:
@@ -163,7 +180,13 @@ class User0:
 def latency(*, short: bool) -> None:
     """Print time, exchanges and bytes to the loss."""
     gradients, latencies = (40, [0.2]) if short else (160, list(LATENCIES))
-    result = deployed("exchanges_flare", {"gradients": gradients, "latencies": latencies}, {}, limit=1200, size=650)
+    result = deployed(
+        "exchanges_flare",
+        {"gradients": gradients, "latencies": latencies},
+        {},
+        limit=1200,
+        size=650,
+    )
     print(f"to a validation loss of {result['target']:.4f}")
     print("| latency | exchange_every | local_steps | seconds | own gradients | exchanges | kB |")
     print("|---" * 7 + "|")

@@ -1,8 +1,9 @@
 """The README's five lines in Python against `coterie train` on the same table, each in a fresh interpreter.
 
-Both sides take turns, so that they see the same machine, and take the same steps to the same model. Compared are
-the seconds that the record of the run tells (set-up, steps and evaluations), those of the whole process, imports
-and files included, and those of its processors. Python keeps the threads that torch takes by itself.
+Both sides take turns, so that they see the same machine, and take the same steps to the same model.
+Compared are the seconds that the record of the run tells (set-up, steps and evaluations), those of
+the whole process, imports and files included, and those of its processors. Python keeps the threads
+that torch takes by itself.
 
     python benchmarks/five_lines.py [--steps 1000] [--repeats 5] [--json]
 """
@@ -105,7 +106,9 @@ def main() -> None:
         print(json.dumps(result))
         return
     for what, one in result.items():
-        print(f"{what}: Python {one['python_s']:.2f} s, command {one['command_s']:.2f} s, ratio {one['ratio']:.3f}")
+        print(
+            f"{what}: Python {one['python_s']:.2f} s, command {one['command_s']:.2f} s, ratio {one['ratio']:.3f}"
+        )
 
 
 if __name__ == "__main__":

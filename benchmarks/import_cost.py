@@ -1,6 +1,7 @@
 """The time of `import coterie; coterie.train` over that of `import torch, scipy.optimize`, in fresh interpreters.
 
-Both sides take turns, so that they see the same machine; the medians are compared. It should stay below 1.5.
+Both sides take turns, so that they see the same machine; the medians are compared. It should stay
+below 1.5.
 
     python benchmarks/import_cost.py [--repeats 15] [--json]
 """
@@ -18,8 +19,14 @@ SIDES = {"floor": "import torch, scipy.optimize", "coterie": "import coterie; co
 
 def seconds(statement: str) -> float:
     """Return how long a statement takes in a fresh interpreter, without the interpreter's own start."""
-    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)  # noqa: S603  # our own code
+    code = (
+        f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    )
+    return float(
+        subprocess.run(  # noqa: S603  # our own code
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def main() -> None:
@@ -38,7 +45,9 @@ def main() -> None:
     if options.json:
         print(json.dumps({"floor_s": floor, "coterie_s": ours, "ratio": ours / floor}))
     else:
-        print(f"{SIDES['floor']}: {floor:.3f} s; {SIDES['coterie']}: {ours:.3f} s; ratio {ours / floor:.3f}")
+        print(
+            f"{SIDES['floor']}: {floor:.3f} s; {SIDES['coterie']}: {ours:.3f} s; ratio {ours / floor:.3f}"
+        )
 
 
 if __name__ == "__main__":

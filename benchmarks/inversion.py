@@ -21,9 +21,10 @@ VARIATION = 1e-2
 def by_algebra(weight: Tensor, bias: Tensor, n: int) -> Tensor:
     """Return candidates for the n inputs behind the gradient of a linear first layer, as rows.
 
-    Every row of the weight's gradient is a mixture of the inputs. With one input it is that input times the bias's
-    gradient. With several they are taken apart as independent components of all rows, as voices at a party are
-    (Kariyappa et al. 2023); rows over the bias's gradient, and the rows' principal directions, are candidates too.
+    Every row of the weight's gradient is a mixture of the inputs. With one input it is that input
+    times the bias's gradient. With several they are taken apart as independent components of all
+    rows, as voices at a party are (Kariyappa et al. 2023); rows over the bias's gradient, and the
+    rows' principal directions, are candidates too.
     """
     parts = min(n, *weight.shape, MOST_PARTS)
     loud = bias.abs().topk(min(len(bias), 4 * n)).indices
@@ -32,15 +33,20 @@ def by_algebra(weight: Tensor, bias: Tensor, n: int) -> Tensor:
     sets = [rows, directions[:parts]]
     if parts > 1:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it may not converge, and is then one candidate among others
+            # it may not converge, and is then one candidate among others
+            warnings.simplefilter("ignore")
             mixed = weight.T.double().numpy()
-            sources = FastICA(parts, whiten="unit-variance", max_iter=300, random_state=0).fit_transform(mixed)
+            sources = FastICA(
+                parts, whiten="unit-variance", max_iter=300, random_state=0
+            ).fit_transform(mixed)
         sets.append(torch.from_numpy(np.ascontiguousarray(sources.T)).float())
     candidates = torch.cat(sets)
     return torch.cat([candidates, -candidates]).nan_to_num()
 
 
-def by_search(model: nn.Module, seen: Tensor, targets: Tensor, shape: tuple[int, ...], iterations: int) -> Tensor:
+def by_search(
+    model: nn.Module, seen: Tensor, targets: Tensor, shape: tuple[int, ...], iterations: int
+) -> Tensor:
     """Return inputs whose gradients point where the gradients seen do, with little variation (Geiping et al. 2020).
 
     `seen` has a gradient a row, of as many attempts at a time; `targets` are known, a row for each.
@@ -52,7 +58,9 @@ def by_search(model: nn.Module, seen: Tensor, targets: Tensor, shape: tuple[int,
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))
     generator = torch.Generator(seen.device).manual_seed(0)
-    inputs = torch.rand(*targets.shape, *shape, generator=generator, device=seen.device).requires_grad_()
+    inputs = torch.rand(
+        *targets.shape, *shape, generator=generator, device=seen.device
+    ).requires_grad_()
     optimizer = torch.optim.Adam([inputs], lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(
         optimizer, [iterations // 2, 3 * iterations // 4, 9 * iterations // 10], 0.3
@@ -61,7 +69,9 @@ def by_search(model: nn.Module, seen: Tensor, targets: Tensor, shape: tuple[int,
         by_name = gradients(values, inputs, targets)
         rows = torch.cat([by_name[name].flatten(1) for name in values], 1)
         apart = 1 - nn.functional.cosine_similarity(rows, seen)
-        rough = inputs.diff(dim=-1).abs().mean((1, 2, 3, 4)) + inputs.diff(dim=-2).abs().mean((1, 2, 3, 4))
+        rough = inputs.diff(dim=-1).abs().mean((1, 2, 3, 4)) + inputs.diff(dim=-2).abs().mean(
+            (1, 2, 3, 4)
+        )
         (inputs.grad,) = torch.autograd.grad((apart + VARIATION * rough).sum(), [inputs])
         inputs.grad.sign_()
         optimizer.step()

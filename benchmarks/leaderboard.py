@@ -14,7 +14,11 @@ mpl.use("svg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parent.parent
-SHOWN = {"adaptive": "adaptive, the default", "fine-tuned": "pooled, fine-tuned", "wga": "wga, α by validation"}
+SHOWN = {
+    "adaptive": "adaptive, the default",
+    "fine-tuned": "pooled, fine-tuned",
+    "wga": "wga, α by validation",
+}
 SHOWN |= {"pooled": "pooled", "bc": "bc"}
 CONDITIONS = {"honest": "honest peers", "wrong-labels": "half of the peers wrong"}
 CONDITIONS |= {"permuted": "users all alike", "stranger": "a user like nobody"}
@@ -31,7 +35,9 @@ def results(page: str) -> dict[str, dict[str, tuple[float, float]]]:
         cells = dict(zip(names, (cell.strip() for cell in line.split("|")[1:-1]), strict=True))
         pairs = {name: re.fullmatch(r"([+−]\.\d+) ± (\.\d+)", cells[name]) for name in CONDITIONS}
         table[cells["method"]] = {
-            name: (float(found[1].replace("−", "-")), float(found[2])) for name, found in pairs.items() if found
+            name: (float(found[1].replace("−", "-")), float(found[2]))
+            for name, found in pairs.items()
+            if found
         }
     return table
 
@@ -54,7 +60,9 @@ def main() -> None:
         "better (right) or worse than training alone: difference in score, mean of seven sets ± 1 standard error",
         fontsize=9,
     )
-    figure.savefig(ROOT / "docs" / "images" / "leaderboard.svg", metadata={"Date": None}, transparent=False)
+    figure.savefig(
+        ROOT / "docs" / "images" / "leaderboard.svg", metadata={"Date": None}, transparent=False
+    )
 
 
 if __name__ == "__main__":

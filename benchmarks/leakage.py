@@ -1,21 +1,25 @@
 """What user 0 can learn of a peer's examples from what it sees: inputs reconstructed, members found.
 
     python benchmarks/leakage.py --data DIR --out leakage [--jobs 2] [--images 32]   # minutes
-    python benchmarks/leakage.py --quick                                             # digits alone, seconds
+    python benchmarks/leakage.py --quick                                             # digits alone,
+    seconds
 
-User 0 sees the gradient of one peer (*row*), the sum over several (*sum of 3*, *sum of 10*), or that of a private
-peer that spends all of its ε on what is attacked here, which is the most that user 0 can get of it.
+User 0 sees the gradient of one peer (*row*), the sum over several (*sum of 3*, *sum of 10*), or
+that of a private peer that spends all of its ε on what is attacked here, which is the most that
+user 0 can get of it.
 
-Reconstruction, of one gradient at the first step, over a batch of 1, 8 or 32 examples of each peer, whose labels
-user 0 is taken to know: by algebra, where the first layer is linear, and by search, for a network of convolutions.
-*An image counts as reconstructed where a candidate correlates with it by .8 or more, and with no other image of the
-set (of 2,000, or 1,797 digits) more.* Membership, of 64 examples of each peer beside 500 strangers, after 20
-gradients of batches of 16: by the loss of the last model and by products of gradients; *area* is the share of pairs
-in which the member has the larger score (.5 by chance), *found* how many members are found where 1 % of the
-strangers are taken for members, and *found at most* what (ε, δ) allows of it. Errors are standard errors over
+Reconstruction, of one gradient at the first step, over a batch of 1, 8 or 32 examples of each peer,
+whose labels user 0 is taken to know: by algebra, where the first layer is linear, and by search,
+for a network of convolutions. *An image counts as reconstructed where a candidate correlates with
+it by .8 or more, and with no other image of the set (of 2,000, or 1,797 digits) more.* Membership,
+of 64 examples of each peer beside 500 strangers, after 20 gradients of batches of 16: by the loss
+of the last model and by products of gradients; *area* is the share of pairs in which the member has
+the larger score (.5 by chance), *found* how many members are found where 1 % of the strangers are
+taken for members, and *found at most* what (ε, δ) allows of it. Errors are standard errors over
 batches (of one batch: over its images), or over repetitions with other examples.
 
-OUT/table.md has the tables of docs/privacy.md, OUT/leakage.png its figure. Noise is secret: no two runs are alike.
+OUT/table.md has the tables of docs/privacy.md, OUT/leakage.png its figure. Noise is secret: no two
+runs are alike.
 """
 
 from __future__ import annotations
@@ -66,7 +70,9 @@ VIEWS += [View(f"ε = {epsilon:g}", epsilon=epsilon) for epsilon in (8.0, 2.0, 0
 def images(name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
     """Return images of a set in an order of their own, with values in [0, 1], and their classes."""
     population = load(SETS[name], folder)
-    order = torch.randperm(len(population.inputs), generator=torch.Generator().manual_seed(0))[:POOL]
+    order = torch.randperm(len(population.inputs), generator=torch.Generator().manual_seed(0))[
+        :POOL
+    ]
     inputs = torch.as_tensor(np.asarray(population.inputs))[order].float()
     return inputs / inputs.max(), torch.as_tensor(np.asarray(population.targets))[order]
 
@@ -75,7 +81,9 @@ def network(kind: str, side: int) -> nn.Module:
     """Return a network whose first layer is linear, or one of convolutions."""
     torch.manual_seed(0)
     if kind == "algebra":
-        return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 200), nn.ReLU(), nn.Linear(200, 10))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(side * side, 200), nn.ReLU(), nn.Linear(200, 10)
+        )
     if kind == "membership":
         return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 16), nn.ReLU(), nn.Linear(16, 10))
     stride = 2 if side > 8 else 1
@@ -141,7 +149,9 @@ def reconstructed(job: Job, view: View) -> dict[str, Any]:
     return {"rates": rates, "shown": [(a.numpy(), b.numpy()) for a, b in shown[:4]]}
 
 
-def membership(name: str, folder: Path | None, view: View, repetition: int) -> dict[str, tuple[float, float]]:
+def membership(
+    name: str, folder: Path | None, view: View, repetition: int
+) -> dict[str, tuple[float, float]]:
     """Return by attack how well members are told from strangers."""
     inputs, targets = images(name, folder)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(repetition))
@@ -151,13 +161,17 @@ def membership(name: str, folder: Path | None, view: View, repetition: int) -> d
         order[-2 * STRANGERS : -STRANGERS],
     )
     peers = [
-        coterie.User(f"{k}", inputs[some], targets[some]) for k, some in enumerate(torch.split(members, MEMBERS))
+        coterie.User(f"{k}", inputs[some], targets[some])
+        for k, some in enumerate(torch.split(members, MEMBERS))
     ]
     passes = Passes(network("membership", inputs.shape[-1]), cross_entropy)
     asked = torch.cat([members, strangers])
     clip, spread = 1e9, 0.0  # nothing is clipped
     if view.epsilon is not None:
-        clip, spread = CLIP, (least_noise(SIZE / MEMBERS, STEPS, view.epsilon, DELTA) * CLIP) ** 2 / SIZE
+        clip, spread = (
+            CLIP,
+            (least_noise(SIZE / MEMBERS, STEPS, view.epsilon, DELTA) * CLIP) ** 2 / SIZE,
+        )
     by_attack = scores(
         passes,
         (inputs[asked], targets[asked]),
@@ -203,7 +217,10 @@ def with_error(values: Sequence[float], *, percent: bool = False, of: int = 0) -
 
 def tables(results: Results, asked: Sequence[tuple[Any, ...]]) -> str:
     """Return what was found of what was asked for as tables in Markdown."""
-    lines = ["| set | attack | user 0 sees | " + " | ".join(f"batch {b}" for b in BATCHES) + " |", "|---" * 6 + "|"]
+    lines = [
+        "| set | attack | user 0 sees | " + " | ".join(f"batch {b}" for b in BATCHES) + " |",
+        "|---" * 6 + "|",
+    ]
     cells: dict[tuple[str, ...], dict[int, str]] = {}
     several: dict[tuple[str, View], list[dict[str, tuple[float, float]]]] = {}
     for given in asked:
@@ -218,7 +235,10 @@ def tables(results: Results, asked: Sequence[tuple[Any, ...]]) -> str:
         f"| {' | '.join(head)} | {' | '.join(row[b] for b in BATCHES)} |"
         for head, row in sorted(cells.items(), key=_place)
     ]
-    lines += ["", "| set | user 0 sees | by loss: area | found | by products: area | found | found at most |"]
+    lines += [
+        "",
+        "| set | user 0 sees | by loss: area | found | by products: area | found | found at most |",
+    ]
     lines += ["|---" * 7 + "|"]
     for (name, view), each in sorted(several.items(), key=_place):
         areas = [
@@ -226,7 +246,11 @@ def tables(results: Results, asked: Sequence[tuple[Any, ...]]) -> str:
             for attack in ("loss", "products")
             for place in (0, 1)
         ]
-        bound = "" if view.epsilon is None else f"{100 * min(1.0, 0.01 * np.exp(view.epsilon) + DELTA):.1f} %"
+        bound = (
+            ""
+            if view.epsilon is None
+            else f"{100 * min(1.0, 0.01 * np.exp(view.epsilon) + DELTA):.1f} %"
+        )
         lines.append(f"| {name} | {view.name} | {' | '.join(areas)} | {bound} |")
     return "\n".join(lines) + "\n"
 
@@ -243,7 +267,9 @@ def figure(results: Results) -> Figure:
     blocks: dict[tuple[str, str, int], dict[View, list[Any]]] = {}
     for given, result in results.items():
         if isinstance(given[0], Job) and given[0].batch in BATCHES[:2]:
-            blocks.setdefault((given[0].name, given[0].kind, given[0].batch), {})[given[1]] = result["shown"]
+            blocks.setdefault((given[0].name, given[0].kind, given[0].batch), {})[given[1]] = (
+                result["shown"]
+            )
     drawn = Figure(figsize=(1.1 * (len(VIEWS) + 1), 0.62 * len(blocks)), layout="constrained")
     axes = drawn.subplots(len(blocks), len(VIEWS) + 1, squeeze=False)
     for row, ((name, kind, batch), pairs) in zip(
@@ -258,7 +284,9 @@ def figure(results: Results) -> Figure:
                 both = np.hstack([_stretched(image) for image in shown[:2]])
                 axis.imshow(both, cmap="gray_r", interpolation="nearest")
             axis.set(xticks=[], yticks=[])
-        row[0].set_ylabel(f"{name}, {kind},\nbatch {batch}", fontsize=6, rotation=0, ha="right", va="center")
+        row[0].set_ylabel(
+            f"{name}, {kind},\nbatch {batch}", fontsize=6, rotation=0, ha="right", va="center"
+        )
     for axis, title in zip(axes[0], ["original", *(view.name for view in VIEWS)], strict=True):
         axis.set_title(title, fontsize=8)
     return drawn
@@ -288,8 +316,12 @@ def jobs(names: Sequence[str], options: argparse.Namespace) -> list[tuple[Any, .
 
 def main() -> None:
     """Do everything, and write tables and figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="the folder that `coterie bench` reads sets from; MNIST needs it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help="the folder that `coterie bench` reads sets from; MNIST needs it"
+    )
     parser.add_argument("--out", type=Path, default=Path("leakage"))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(

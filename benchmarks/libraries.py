@@ -1,22 +1,28 @@
 """The same rounds through `coterie` and through public libraries for federated learning, on one CPU thread.
 
-    python benchmarks/libraries.py [--regimes paper,fedavg] [--libraries pfl,flower] [--turns 5] [--json]
+    python benchmarks/libraries.py [--regimes paper,fedavg] [--libraries pfl,flower] [--turns 5]
+    [--json]
 
-Eleven users, user 0 and 10 peers, with 20 examples each; a network 784-100-10; plain gradient steps. Two regimes:
+Eleven users, user 0 and 10 peers, with 20 examples each; a network 784-100-10; plain gradient
+steps. Two regimes:
 
-- paper: in a round every user computes one gradient on 20 examples, and the model follows their mean;
-- fedavg: in a round every user takes 20 such steps from the common model, and the mean of the models is the next.
+- paper: in a round every user computes one gradient on 20 examples, and the model follows their
+  mean;
+- fedavg: in a round every user takes 20 such steps from the common model, and the mean of the
+  models is the next.
 
-Every gradient is over all of a user's examples, so that there is no order of batches in which libraries could
-differ: after `CHECKED` rounds all must have the same parameters but for rounding, or the benchmark fails.
-`coterie` is called as its users do, by `coterie.train`, with `WeightedAveraging` and `methods.FedAvg`. The other
-libraries are used as their own guides do: `pfl` (Apple's pfl-research) with its simulated backend in one process,
-tensors as data, no metrics printed; Flower by `run_simulation` on Ray with one actor of one CPU that keeps its
-model and data.
+Every gradient is over all of a user's examples, so that there is no order of batches in which
+libraries could
+differ: after `CHECKED` rounds all must have the same parameters but for rounding, or the benchmark
+    fails.
+`coterie` is called as its users do, by `coterie.train`, with `WeightedAveraging` and
+`methods.FedAvg`. The other libraries are used as their own guides do: `pfl` (Apple's pfl-research)
+with its simulated backend in one process, tensors as data, no metrics printed; Flower by
+`run_simulation` on Ray with one actor of one CPU that keeps its model and data.
 
-Every side has a process of its own, in turn with the others, and is timed between rounds, so that nobody's start
-counts; a ratio is between two turns that follow on each other. Flower's server and actor are two processes, so that
-it may use two cores. A library that is not installed is left out.
+Every side has a process of its own, in turn with the others, and is timed between rounds, so that
+nobody's start counts; a ratio is between two turns that follow on each other. Flower's server and
+actor are two processes, so that it may use two cores. A library that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -58,7 +64,10 @@ ROUNDS = {
 }
 """How many rounds a turn times, by library and regime."""
 
-LIBRARIES = {"pfl": ("pfl", "pip install 'pfl[pytorch]'"), "flower": ("flwr", "pip install 'flwr[simulation]'")}
+LIBRARIES = {
+    "pfl": ("pfl", "pip install 'pfl[pytorch]'"),
+    "flower": ("flwr", "pip install 'flwr[simulation]'"),
+}
 """By name: the package, and what installs it."""
 
 
@@ -86,7 +95,9 @@ class Watch:
     def round(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         """Note that a round has ended."""
         if len(self.at) + 1 == CHECKED:
-            self.parameters = torch.cat([p.detach().reshape(-1).clone() for p in parameters()]).numpy()
+            self.parameters = torch.cat(
+                [p.detach().reshape(-1).clone() for p in parameters()]
+            ).numpy()
         self.at.append(time.perf_counter())
 
     def milliseconds(self) -> float:
@@ -112,7 +123,11 @@ def taken(library: str, regime: str, folder: Path) -> tuple[float, Any]:
     }
     command = [sys.executable, __file__, "--turn", library, regime, str(into)]
     done = subprocess.run(  # noqa: S603
-        command, env=os.environ | quiet | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        command,
+        env=os.environ | quiet | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(f"{library}, {regime}: failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -130,18 +145,29 @@ def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
             for library in sides:
                 milliseconds, ends[library] = taken(library, regime, Path(folder))
                 times[library].append(milliseconds)
-    moved = np.linalg.norm(ends["coterie"] - nn.utils.parameters_to_vector(network().parameters()).detach().numpy())
+    moved = np.linalg.norm(
+        ends["coterie"] - nn.utils.parameters_to_vector(network().parameters()).detach().numpy()
+    )
     medians = {library: statistics.median(times[library]) for library in sides}
-    apart = {library: float(np.linalg.norm(ends[library] - ends["coterie"]) / moved) for library in libraries}
+    apart = {
+        library: float(np.linalg.norm(ends[library] - ends["coterie"]) / moved)
+        for library in libraries
+    }
     for library, distance in apart.items():
-        assert distance < 1e-4, f"{library} computes something else: {distance:.1e} of the way apart"
-    ratios = {library: sorted(map(truediv, times[library], times["coterie"])) for library in libraries}
+        assert distance < 1e-4, (
+            f"{library} computes something else: {distance:.1e} of the way apart"
+        )
+    ratios = {
+        library: sorted(map(truediv, times[library], times["coterie"])) for library in libraries
+    }
     return {"regime": regime, "ms": medians, "ratios": ratios, "apart": apart}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--regimes", default="paper,fedavg")
     parser.add_argument("--libraries", default="pfl,flower")
     parser.add_argument("--turns", type=int, default=5)
@@ -169,7 +195,10 @@ def main() -> None:
             ratios = result["ratios"][name]
             spread = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}–{ratios[-1]:.1f})"
             shown = f"{result['ms'][name]:.2f} ms, {spread} × coterie's"
-            print(f"{regime}: {name} {shown}; parameters apart: {result['apart'][name]:.0e}", flush=True)
+            print(
+                f"{regime}: {name} {shown}; parameters apart: {result['apart'][name]:.0e}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

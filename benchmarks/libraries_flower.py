@@ -1,6 +1,7 @@
 """The rounds of `peers.py` through Flower's simulation.
 
-A module of its own since Ray's actor imports it: what is kept here is kept there from one message to the next.
+A module of its own since Ray's actor imports it: what is kept here is kept there from one message
+to the next.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def play(regime: str, rounds: int) -> Watch:
         )
 
     server.main()(main)
-    one_actor: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 1}}
+    one_actor: Any = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": 1},
+    }
     run_simulation(server, client, num_supernodes=USERS, backend_config=one_actor)
     return watch

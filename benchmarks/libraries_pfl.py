@@ -67,7 +67,9 @@ def play(regime: str, rounds: int) -> Watch:
         ),
         SimulatedBackend(training_data=users, val_data=users),
         PyTorchModel(module, local_optimizer_create=torch.optim.SGD, central_optimizer=central),
-        NNTrainHyperParams(local_num_epochs=LOCAL_STEPS[regime], local_learning_rate=LR, local_batch_size=EXAMPLES),
+        NNTrainHyperParams(
+            local_num_epochs=LOCAL_STEPS[regime], local_learning_rate=LR, local_batch_size=EXAMPLES
+        ),
         callbacks=[AfterRound(watch)],
         send_metrics_to_platform=False,
     )

@@ -2,12 +2,13 @@
 
     python benchmarks/looks.py [--data DIR] [--sets digits] [--models linear,mlp] [--users 8]
 
-Users of a set are user 0 in turn, with the examples, peers and conditions of `coterie bench`, but without
-validation examples. The same run is judged by −log p, where p is what it gave the true class; by 1 − √p, which the
-library takes; and by 1 − p. *Served* is the difference in accuracy to the last point of a run by `Alone`, paired by
-user, ± one standard error; *alone* the same of the model trained alone beside it, stopped by the same measure;
-*loss* the difference in the loss of what is served. A user is *harmed* if its accuracy is below that last point's
-by more than two binomial standard errors. The tables of `r_tables` can be named, too; `--sets r-classes` is all of
+Users of a set are user 0 in turn, with the examples, peers and conditions of `coterie bench`, but
+without validation examples. The same run is judged by −log p, where p is what it gave the true
+class; by 1 − √p, which the library takes; and by 1 − p. *Served* is the difference in accuracy to
+the last point of a run by `Alone`, paired by user, ± one standard error; *alone* the same of the
+model trained alone beside it, stopped by the same measure; *loss* the difference in the loss of
+what is served. A user is *harmed* if its accuracy is below that last point's by more than two
+binomial standard errors. The tables of `r_tables` can be named, too; `--sets r-classes` is all of
 those with classes.
 """
 
@@ -27,10 +28,16 @@ from coterie.benchmark.sets import SETS
 from coterie.choosing.adaptive import evaluations, stopping
 from coterie.evaluation.evaluate import example_errors, example_losses
 
-MEASURES = {"−log p": np.asarray, "1 − √p": stopping.hellinger, "1 − p": lambda losses: -np.expm1(-losses)}
+MEASURES = {
+    "−log p": np.asarray,
+    "1 − √p": stopping.hellinger,
+    "1 − p": lambda losses: -np.expm1(-losses),
+}
 
 
-def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> dict[str, tuple[float, float]]:
+def scores(
+    name: str, condition: str, me: str, settings: argparse.Namespace
+) -> dict[str, tuple[float, float]]:
     """Return accuracy and loss of each model on a user's test examples, and under `error` that of its accuracy."""
     task, model = problem_of(name, me, settings.data, settings.model, condition)
     task.me.validation, loss = None, torch.nn.functional.cross_entropy
@@ -46,7 +53,11 @@ def scores(name: str, condition: str, me: str, settings: argparse.Namespace) -> 
 
     common = {"lr": settings.lr, "steps": settings.steps, "batch_size": SETS[name].batch_size}
     train = {**common, "progress": False, "measure": False}
-    measured = {"last": score(coterie.train(model, loss, task.me, task.peers, coterie.Alone(), **train).model)}
+    measured = {
+        "last": score(
+            coterie.train(model, loss, task.me, task.peers, coterie.Alone(), **train).model
+        )
+    }
     for measure, distance in MEASURES.items():
         with mock.patch.object(evaluations, "hellinger", distance):
             run = coterie.train(model, loss, task.me, task.peers, **train)
@@ -84,7 +95,9 @@ def main() -> None:
     of_classes = [f"r-{name}" for name, table in r_tables.TABLES.items() if table.classes]
     settings.sets = settings.sets.replace("r-classes", ",".join(of_classes))
     torch.set_num_threads(1)
-    print("| model, condition | chosen by | served | alone | loss | harmed |\n|---|---|---|---|---|---|")
+    print(
+        "| model, condition | chosen by | served | alone | loss | harmed |\n|---|---|---|---|---|---|"
+    )
     for model in settings.models.split(","):
         chosen = argparse.Namespace(**(vars(settings) | {"model": model}))
         for condition in settings.conditions.split(","):

@@ -1,8 +1,8 @@
 """Many small runs as one program over the same runs one after the other, both sides timed in one run.
 
-The runs: each of the 14 writer segments of scikit-learn's digits as user 0, with the 13 others as peers, for five
-seeds. Both sides do all that `train` does without a guard: copies and checks, batches, steps, evaluations, test.
-CPU time, so that other work on the machine counts less.
+The runs: each of the 14 writer segments of scikit-learn's digits as user 0, with the 13 others as
+peers, for five seeds. Both sides do all that `train` does without a guard: copies and checks,
+batches, steps, evaluations, test. CPU time, so that other work on the machine counts less.
 
     python benchmarks/many.py [--device cuda] [--threads 1] [--steps 1000] [--seeds 5] [--json]
 """
@@ -29,7 +29,9 @@ def model(hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
-def specs(start: nn.Module, rule: coterie.Rule, options: argparse.Namespace) -> list[coterie.RunSpec]:
+def specs(
+    start: nn.Module, rule: coterie.Rule, options: argparse.Namespace
+) -> list[coterie.RunSpec]:
     """Return every writer segment as user 0, for every seed."""
     settings = {"lr": 0.01, "steps": options.steps, "device": options.device}
     return [
@@ -56,7 +58,9 @@ def measured(hidden: int, rule: coterie.Rule, options: argparse.Namespace) -> di
     between = clock()
     apart = [one(spec) for spec in runs]
     ended = clock()
-    losses = [[run.record.points[-1].validation["loss"] for run in side] for side in (together, apart)]
+    losses = [
+        [run.record.points[-1].validation["loss"] for run in side] for side in (together, apart)
+    ]
     return {
         "runs": len(runs),
         "many_s": between - began,
@@ -73,7 +77,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--steps", type=int, default=1000, help="of each run")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each of the 14 users")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[0, 16, 64], help="hidden units; 0: none")
+    parser.add_argument(
+        "--hidden", type=int, nargs="+", default=[0, 16, 64], help="hidden units; 0: none"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -90,7 +96,10 @@ def main() -> None:
         for name, rule in rules.items():
             result = measured(hidden, rule, options)
             if options.json:
-                print(json.dumps({"hidden": hidden, "rule": name, "device": options.device} | result), flush=True)
+                print(
+                    json.dumps({"hidden": hidden, "rule": name, "device": options.device} | result),
+                    flush=True,
+                )
             else:
                 shown = f"{result['many_s']:>9.2f}{result['one_by_one_s']:>14.1f}{result['ratio']:>8.1f}"
                 print(

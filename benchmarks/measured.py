@@ -17,11 +17,14 @@ TURN = 64
 """How many steps a side takes in its turn, where that stays under a second: as many as batches are drawn ahead."""
 
 
-def milliseconds(steps: dict[str, Steps], device: torch.device, seconds: float) -> dict[str, list[float]]:
+def milliseconds(
+    steps: dict[str, Steps], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
     """Return each side's time a step in milliseconds, turn by turn.
 
-    The sides take turns, so that all see the same machine, many steps at a time, so that one side's use of
-    the cache and the allocator is not charged to the next, and so that what happens once in many steps counts.
+    The sides take turns, so that all see the same machine, many steps at a time, so that one side's
+    use of the cache and the allocator is not charged to the next, and so that what happens once in
+    many steps counts.
     """
     turn = max(2, min(TURN, int(1 / max(_seconds(step, 2, device) for step in steps.values()))))
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -55,8 +58,8 @@ def _wait(device: torch.device) -> None:
 def peak_bytes(build: Callable[[], Steps], device: torch.device) -> int:
     """Return the most bytes that a side holds at once on a GPU in its steps, what it was built with included.
 
-    There is no such number for a CPU: torch's allocator does not see what NumPy holds, and a process's resident
-    memory is too coarse.
+    There is no such number for a CPU: torch's allocator does not see what NumPy holds, and a
+    process's resident memory is too coarse.
     """
     gc.collect()
     torch.cuda.synchronize(device)

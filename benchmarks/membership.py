@@ -32,21 +32,26 @@ def scores(
 ) -> dict[str, Tensor]:
     """Train by the gradients seen, and return two scores of each example asked about.
 
-    By loss: how low that of the last model is (Yeom et al. 2018). By products: that of the gradient seen with the
-    example's own, both less the mean over the examples that user 0 knows, and in directions in which those vary
-    much worth less; of several steps the sum. `spread` is the variance of the noise, in squares of `clip`, over the
-    batch.
+    By loss: how low that of the last model is (Yeom et al. 2018). By products: that of the gradient
+    seen with the example's own, both less the mean over the examples that user 0 knows, and in
+    directions in which those vary much worth less; of several steps the sum. `spread` is the
+    variance of the noise, in squares of `clip`, over the batch.
     """
     x, products = passes.parameters.vector().clone(), torch.zeros(len(asked[1]))
     for step in range(steps):
         gradient = seen(x, step)
-        rows, others = (_clipped(passes.each_example(x, *examples), clip) for examples in (asked, known))
+        rows, others = (
+            _clipped(passes.each_example(x, *examples), clip) for examples in (asked, known)
+        )
         mean = others.mean(0)
         rows, others = rows - mean, (others - mean) / len(others) ** 0.5
         products += _weighed(rows, others, gradient - mean, spread)
         x = x - lr * gradient
     output = passes.output(x, asked[0]).detach()
-    return {"loss": -nn.functional.cross_entropy(output, asked[1], reduction="none"), "products": products}
+    return {
+        "loss": -nn.functional.cross_entropy(output, asked[1], reduction="none"),
+        "products": products,
+    }
 
 
 def _clipped(rows: Tensor, clip: float) -> Tensor:

@@ -1,16 +1,18 @@
 """Linear models in closed form, beside what a user of scikit-learn would type.
 
-    python benchmarks/mixture.py --data DIR [--users 8] [--seeds 1] [--sets heart,school] [--parts planted,heart]
+    python benchmarks/mixture.py --data DIR [--users 8] [--seeds 1] [--sets heart,school] [--parts
+    planted,heart]
 
-*sets*: the users of `coterie bench` in its four conditions; all methods have the own and the validation examples to
-learn from. Scores are accuracy, or −RMSE in standard deviations of all targets; then the log loss or squared error.
-*planted*: users differ in one of 8 coefficients, 40 own rows and 8 peers of 200; the mean squared error of the
-coefficients over that of `RidgeCV` on the own rows, and the same for a stranger.
-*excess*: three classes by five columns, ten peers of 60 rows: the log loss of what is served less that of Alone's
-mixture on 4,000 fresh rows, ± its standard error over repetitions, beside log 2/(n + 1); and in how many of them
-the difference that is told is within two of its errors of the fresh one. Peers are alike; strangers, each with
-other coefficients; wrong, every class renamed; or four of ten send huge and contrary rows.
-*heart*: the four hospitals, ten splits, four fifths of each to learn from: log loss on the rest.
+*sets*: the users of `coterie bench` in its four conditions; all methods have the own and the
+validation examples to learn from. Scores are accuracy, or −RMSE in standard deviations of all
+targets; then the log loss or squared error. *planted*: users differ in one of 8 coefficients, 40
+own rows and 8 peers of 200; the mean squared error of the coefficients over that of `RidgeCV` on
+the own rows, and the same for a stranger. *excess*: three classes by five columns, ten peers of 60
+rows: the log loss of what is served less that of Alone's mixture on 4,000 fresh rows, ± its
+standard error over repetitions, beside log 2/(n + 1); and in how many of them the difference that
+is told is within two of its errors of the fresh one. Peers are alike; strangers, each with other
+coefficients; wrong, every class renamed; or four of ten send huge and contrary rows. *heart*: the
+four hospitals, ten splits, four fifths of each to learn from: log loss on the rest.
 """
 
 from __future__ import annotations
@@ -38,18 +40,28 @@ Data = tuple[Array, Array]
 STRENGTHS = np.logspace(-3, 3, 13)
 
 
-def plain_tools(own: Data, peers: list[Data], test: Data, classes: int) -> dict[str, tuple[float, float]]:
+def plain_tools(
+    own: Data, peers: list[Data], test: Data, classes: int
+) -> dict[str, tuple[float, float]]:
     """Return score and loss of scikit-learn's own-rows CV model, pooled, and pooled with the user one-hot."""
     owners = np.repeat(np.arange(len(peers) + 1), [len(x) for x, _ in (own, *peers)])
     x, y = joined([own, *peers])
     hot = np.eye(len(peers) + 1)
     scaler = StandardScaler().fit(x)
-    inputs, everything, asked = scaler.transform(own[0]), scaler.transform(x), scaler.transform(test[0])
+    inputs, everything, asked = (
+        scaler.transform(own[0]),
+        scaler.transform(x),
+        scaler.transform(test[0]),
+    )
     me = np.tile(hot[0], (len(asked), 1))
     ways = {
         "sklearn, own, CV": (inputs, own[1], asked),
         "sklearn, pooled": (everything, y, asked),
-        "sklearn, pooled + user": (np.column_stack([everything, hot[owners]]), y, np.column_stack([asked, me])),
+        "sklearn, pooled + user": (
+            np.column_stack([everything, hot[owners]]),
+            y,
+            np.column_stack([asked, me]),
+        ),
     }
     return {
         name: scored(*way, test[1], crossed=name == "sklearn, own, CV", classes=classes)
@@ -57,7 +69,9 @@ def plain_tools(own: Data, peers: list[Data], test: Data, classes: int) -> dict[
     }
 
 
-def scored(x: Array, y: Array, asked: Array, truth: Array, *, crossed: bool, classes: int) -> tuple[float, float]:
+def scored(
+    x: Array, y: Array, asked: Array, truth: Array, *, crossed: bool, classes: int
+) -> tuple[float, float]:
     """Fit by scikit-learn; return score and loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,23 +85,34 @@ def scored(x: Array, y: Array, asked: Array, truth: Array, *, crossed: bool, cla
             seen = np.unique(y)
         else:
             folds = max(2, min(4, int(np.bincount(y.astype(int))[np.unique(y).astype(int)].min())))
-            model = LogisticRegressionCV(Cs=STRENGTHS, cv=folds, scoring="neg_log_loss", max_iter=300)
+            model = LogisticRegressionCV(
+                Cs=STRENGTHS, cv=folds, scoring="neg_log_loss", max_iter=300
+            )
             fitted = (model if crossed else LogisticRegression(max_iter=300)).fit(x, y)
             shares, seen = fitted.predict_proba(asked), fitted.classes_
     places = np.searchsorted(seen, truth).clip(max=len(seen) - 1)
     right = np.where(seen[places] == truth, shares[np.arange(len(truth)), places], 0.0)
-    return float((seen[shares.argmax(1)] == truth).mean()), float(-np.log(np.maximum(right, 1e-6)).mean())
+    return float((seen[shares.argmax(1)] == truth).mean()), float(
+        -np.log(np.maximum(right, 1e-6)).mean()
+    )
 
 
-def mixtures(own: Data, peers: list[Data], test: Data, classes: int) -> dict[str, tuple[float, float]]:
+def mixtures(
+    own: Data, peers: list[Data], test: Data, classes: int
+) -> dict[str, tuple[float, float]]:
     """Return score and loss of what is served, of Alone's mixture and of the constant."""
     family = SQUARED if classes == 1 else SOFTMAX
     fitted = fit_here(*own, peers, family, classes)
     found = {}
     for name, entry in {"served": fitted.served, "alone": fitted.alone, **fitted.entries}.items():
         outputs = np.column_stack([test[0], np.ones(len(test[0]))]) @ entry.parameters
-        loss = float(family.losses(outputs, family.targets(test[1], classes)).mean()) * (2 if classes == 1 else 1)
-        found[name] = (-(loss**0.5) if classes == 1 else float((outputs.argmax(1) == test[1]).mean())), loss
+        loss = float(family.losses(outputs, family.targets(test[1], classes)).mean()) * (
+            2 if classes == 1 else 1
+        )
+        found[name] = (
+            (-(loss**0.5) if classes == 1 else float((outputs.argmax(1) == test[1]).mean())),
+            loss,
+        )
     return found
 
 
@@ -119,7 +144,12 @@ def on_sets(options: argparse.Namespace) -> None:
                 for seed in range(options.seeds):
                     few = {"own_examples": user_set.own_examples, "most_peers": user_set.most_peers}
                     task = task_of(people, me, **few, condition=condition, seed=seed)
-                    parts = [task.me.examples, task.me.validation, task.me.test, *(p.examples for p in task.peers)]
+                    parts = [
+                        task.me.examples,
+                        task.me.validation,
+                        task.me.test,
+                        *(p.examples for p in task.peers),
+                    ]
                     arrays = [numbers(examples) for examples in parts]
                     own = joined(arrays[:2])
                     began = time.process_time()
@@ -127,7 +157,9 @@ def on_sets(options: argparse.Namespace) -> None:
                     seconds, count = seconds + time.process_time() - began, count + 1
                     found |= plain_tools(own, arrays[3:], arrays[2], task.n_outputs)
                     for method, (score, loss) in found.items():
-                        rows.setdefault(method, []).append((score / task.spread, loss / task.spread**2))
+                        rows.setdefault(method, []).append(
+                            (score / task.spread, loss / task.spread**2)
+                        )
             print(f"{name}, {condition}: {table(rows)} [{seconds / count:.2f} s]", flush=True)
 
 
@@ -140,7 +172,9 @@ def on_planted(options: argparse.Namespace) -> None:
             centre, spread = random.normal(size=8), np.array([0.05] * 7 + [1.0])
             users, truths = [], []
             for k, n in enumerate([40] + [200] * 8):
-                truths.append((-centre if stranger and not k else centre) + spread * random.normal(size=8))
+                truths.append(
+                    (-centre if stranger and not k else centre) + spread * random.normal(size=8)
+                )
                 x = random.normal(size=(n, 8))
                 users.append((x, x @ truths[-1] + random.normal(size=n)))
             fitted = fit_here(*users[0], users[1:], SQUARED)
@@ -149,7 +183,9 @@ def on_planted(options: argparse.Namespace) -> None:
             for into, found in zip((ours, alone, ridge), (*served, plain), strict=True):
                 into.append(np.square(found - truths[0]).sum())
         ratio, by_alone = np.mean(ours) / np.mean(ridge), np.mean(alone) / np.mean(ridge)
-        print(f"planted{', stranger' if stranger else ''}: served {ratio:.3f}, alone {by_alone:.3f} of RidgeCV's")
+        print(
+            f"planted{', stranger' if stranger else ''}: served {ratio:.3f}, alone {by_alone:.3f} of RidgeCV's"
+        )
 
 
 def on_heart(options: argparse.Namespace) -> None:
@@ -163,7 +199,11 @@ def on_heart(options: argparse.Namespace) -> None:
             own, test = mine[: len(mine) * 4 // 5], mine[len(mine) * 4 // 5 :]
             targets, findings = pd.Series(people.targets), pd.DataFrame(people.inputs)
             prepared = Preparation.fit(
-                findings.iloc[own], targets.iloc[own], pd.Series([0, 1]), "classification", people.categorical
+                findings.iloc[own],
+                targets.iloc[own],
+                pd.Series([0, 1]),
+                "classification",
+                people.categorical,
             )
             inputs = prepared.inputs(findings).double().numpy()
             places = [own, *(people.rows(name) for name in people.names if name != hospital)]
@@ -193,10 +233,20 @@ def on_excess(options: argparse.Namespace) -> None:
                 for k in range(10):
                     x, y = rows(60, random.normal(size=(5, 3)) if kind == "strangers" else truth)
                     x = 1e3 * x if kind == "attackers" and k < 4 else x
-                    peers.append((x, (y + 1) % 3 if kind == "wrong" or (kind == "attackers" and k < 4) else y))
+                    peers.append(
+                        (
+                            x,
+                            (y + 1) % 3
+                            if kind == "wrong" or (kind == "attackers" and k < 4)
+                            else y,
+                        )
+                    )
                 fitted = fit_here(*own, peers, SOFTMAX, 3)
                 ours, alone = (
-                    SOFTMAX.losses(np.column_stack([asked[0], np.ones(4000)]) @ one.parameters, np.eye(3)[asked[1]])
+                    SOFTMAX.losses(
+                        np.column_stack([asked[0], np.ones(4000)]) @ one.parameters,
+                        np.eye(3)[asked[1]],
+                    )
                     for one in (fitted.served, fitted.alone)
                 )
                 fresh.append(float((ours - alone).mean()))
@@ -212,7 +262,9 @@ def on_excess(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1)
@@ -221,7 +273,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     options = parser.parse_args()
     for part in options.parts.split(","):
-        {"sets": on_sets, "planted": on_planted, "heart": on_heart, "excess": on_excess}[part](options)
+        {"sets": on_sets, "planted": on_planted, "heart": on_heart, "excess": on_excess}[part](
+            options
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/mutation.py [--each 60] [--seed 0] [MODULE …]
 
-A mutant is a module with one change: another comparison, operator, number or truth value, a condition the other way
-round, a statement left out. The module's own tests run against it, in a forked process that has torch loaded. A
-mutant is killed if one of them fails, or if they take far longer than before. `--each` mutants are drawn for each.
-Strings, annotations, docstrings, decorators, raised messages and `__all__` are left as they are.
+A mutant is a module with one change: another comparison, operator, number or truth value, a
+condition the other way round, a statement left out. The module's own tests run against it, in a
+forked process that has torch loaded. A mutant is killed if one of them fails, or if they take far
+longer than before. `--each` mutants are drawn for each. Strings, annotations, docstrings,
+decorators, raised messages and `__all__` are left as they are.
 """
 
 import argparse
@@ -60,7 +61,10 @@ def places(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None, str]]:
         if isinstance(node, ast.Compare):
             other.ops[0] = OPPOSITES[type(node.ops[0])]()
             yield node, other, f"{ast.unparse(node)} → {ast.unparse(other)}"
-        elif isinstance(node, ast.BinOp | ast.BoolOp | ast.UnaryOp | ast.AugAssign) and type(node.op) in OPPOSITES:
+        elif (
+            isinstance(node, ast.BinOp | ast.BoolOp | ast.UnaryOp | ast.AugAssign)
+            and type(node.op) in OPPOSITES
+        ):
             other.op = OPPOSITES[type(node.op)]()
             yield node, other, f"{ast.unparse(node)} → {ast.unparse(other)}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
@@ -79,7 +83,11 @@ def _meant(node: ast.AST) -> Iterator[ast.AST]:
         return
     yield node
     skipped = {"decorator_list", "annotation", "returns", "type_params"}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn":
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "warn"
+    ):
         skipped |= {"args", "keywords"}
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
@@ -108,7 +116,9 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
         self.name, self.path, self.tree = name, path, tree
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Claim the one module."""
         if fullname != self.name:
             return None
@@ -163,7 +173,9 @@ def measure(module: str, each: int, seed: int) -> tuple[int, int, list[str]]:
 
 def main() -> None:
     """Print a line for each module, and the survivors."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("modules", nargs="*", default=list(TESTS), metavar="MODULE")
     parser.add_argument("--each", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -175,7 +187,12 @@ def main() -> None:
     for module in options.modules:
         tried, found, alive = measure(module, options.each, options.seed)
         total, killed = total + tried, killed + found
-        print(f"{module:32} {found:3} of {tried:3} killed, {found / tried:.0%}", *alive, sep="\n    ", flush=True)
+        print(
+            f"{module:32} {found:3} of {tried:3} killed, {found / tried:.0%}",
+            *alive,
+            sep="\n    ",
+            flush=True,
+        )
     print(f"{'all':32} {killed:3} of {total:3} killed, {killed / total:.0%}")
 
 

@@ -1,15 +1,16 @@
 """How often a method is near the best, and how often it could be: an oracle that knows another seed's best method.
 
-Near the best: the best of the contenders in a set and condition, or behind it by no more than one standard error of
-their paired difference over users. The best of many is partly the luckiest, so that nobody is near it everywhere.
-How much is luck is seen from one seed's results judged by another's: the oracle serves, in each set and condition,
-the method that was the best there with the other seed, on the same users.
+Near the best: the best of the contenders in a set and condition, or behind it by no more than one
+standard error of their paired difference over users. The best of many is partly the luckiest, so
+that nobody is near it everywhere. How much is luck is seen from one seed's results judged by
+another's: the oracle serves, in each set and condition, the method that was the best there with the
+other seed, on the same users.
 
     coterie bench --data DIR --users 8 --seeds 2 --out bench
     python benchmarks/near_best.py bench/results.parquet
 
-Contenders are all methods, the plain tools too, but the other form of adaptive averaging; then those that know
-nothing in hindsight, that is without the four fixed α.
+Contenders are all methods, the plain tools too, but the other form of adaptive averaging; then
+those that know nothing in hindsight, that is without the four fixed α.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ PLACE = ["set", "condition"]
 def near_best(scores: pd.DataFrame, method: str, contenders: Sequence[str]) -> bool:
     """Say whether a method is near the best of the contenders, by scores with a row a user."""
     measured = scores.dropna(axis="columns")  # plain tools do not fit every set
-    values = {name: measured[name].to_numpy(float) for name in {*contenders, method} if name in measured}
-    best = max((name for name in contenders if name in values), key=lambda name: float(values[name].mean()))
+    values = {
+        name: measured[name].to_numpy(float) for name in {*contenders, method} if name in measured
+    }
+    best = max(
+        (name for name in contenders if name in values), key=lambda name: float(values[name].mean())
+    )
     behind = values[best] - values[method]
     error = behind.std(ddof=1) / np.sqrt(len(behind)) if len(behind) > 1 else 0.0
     return bool(behind.mean() <= error + 1e-12)
@@ -42,27 +47,40 @@ def counted(scores: pd.DataFrame, method: str, contenders: Sequence[str]) -> int
     """Count the sets and conditions where a method is near the best."""
     everybody = sorted({*contenders, method})
     return sum(
-        near_best(some, method, everybody) for _, some in scores.groupby(PLACE) if some[method].notna().all()
+        near_best(some, method, everybody)
+        for _, some in scores.groupby(PLACE)
+        if some[method].notna().all()
     )
 
 
 def by_oracle(known: pd.DataFrame, scores: pd.DataFrame, contenders: Sequence[str]) -> int:
     """Count the sets and conditions where the method that was the best with known scores is near the best."""
-    best = {place: str(some[list(contenders)].mean().idxmax()) for place, some in known.groupby(PLACE)}
+    best = {
+        place: str(some[list(contenders)].mean().idxmax()) for place, some in known.groupby(PLACE)
+    }
     return sum(near_best(some, best[place], contenders) for place, some in scores.groupby(PLACE))
 
 
 def main() -> None:
     """Count, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="results.parquet of `coterie bench` with two seeds or more")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", type=Path, help="results.parquet of `coterie bench` with two seeds or more"
+    )
     rows = pd.read_parquet(parser.parse_args().results)
-    by_seed = {str(seed): _scores(rows[rows["seed"] == seed]) for seed in sorted(rows["seed"].unique())}
+    by_seed = {
+        str(seed): _scores(rows[rows["seed"] == seed]) for seed in sorted(rows["seed"].unique())
+    }
     without = {seed: _scores(rows[rows["seed"].astype(str) != seed]) for seed in by_seed}
     together = _scores(rows)
     others = [str(name) for name in together if name not in FORMS]
     places = together.groupby(PLACE).ngroups
-    print(f"{f'of {places}':<37}{'all seeds':>10}" + "".join(f"{f'seed {seed}':>8}" for seed in by_seed))
+    print(
+        f"{f'of {places}':<37}{'all seeds':>10}"
+        + "".join(f"{f'seed {seed}':>8}" for seed in by_seed)
+    )
     for told, names in (
         ("beside all", others),
         ("without hindsight", [name for name in others if not name.startswith("wga-")]),

@@ -1,9 +1,11 @@
 """How often peers are left out because they keep pointing against user 0 and most of the others: nobody attacks.
 
-    python benchmarks/opposition.py [--data DIR] [--sets digits,wisdm,school,heart,vowels] [--users 4]
+    python benchmarks/opposition.py [--data DIR] [--sets digits,wisdm,school,heart,vowels] [--users
+    4]
 
-Users of a set are user 0 in turn, in the conditions of `coterie bench`, with `WeightedAveraging(0.5)` and each
-gradient at hand, as over NVFLARE; to have that in one process the first peer sends the mean of the others.
+Users of a set are user 0 in turn, in the conditions of `coterie bench`, with
+`WeightedAveraging(0.5)` and each gradient at hand, as over NVFLARE; to have that in one process the
+first peer sends the mean of the others.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def left_out(name: str, condition: str, me: str, data: Path | None) -> tuple[int
         measure=False,
         progress=False,
     )
-    return sum(reasons.get(AGAINST, 0) for reasons in run.record.end.left_out.values()), 150 * len(task.peers)
+    return sum(reasons.get(AGAINST, 0) for reasons in run.record.end.left_out.values()), 150 * len(
+        task.peers
+    )
 
 
 def main() -> None:
@@ -53,7 +57,10 @@ def main() -> None:
         for condition in CONDITIONS:
             counts = [left_out(name, condition, me, settings.data) for me in users]
             some, all_of_them = (sum(each) for each in zip(*counts, strict=True))
-            print(f"{name}, {condition}: {some} of {all_of_them} ({some / all_of_them:.1%})", flush=True)
+            print(
+                f"{name}, {condition}: {some} of {all_of_them} ({some / all_of_them:.1%})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

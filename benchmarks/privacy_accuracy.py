@@ -1,13 +1,15 @@
 """Accuracy against ε: adaptive averaging with private peers beside training alone.
 
     python benchmarks/privacy_accuracy.py [--data DIR] [--sets digits,wisdm] [--users 8] [--jobs 16]
-    python benchmarks/privacy_accuracy.py --short           # half a minute: two users of digits, few ε
+    python benchmarks/privacy_accuracy.py --short           # half a minute: two users of digits,
+    few ε
 
-Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, and a linear model. Every
-peer promises (ε, δ) for each of its examples, and its noise is the least with which ε lasts for the run; ∞ is no
-promise, with gradients that are neither clipped nor noisy. *Guarded* is the default, *free* the same with
-`guard="off"`. The step size of each line is that of the least mean validation loss over the users. Differences to
-Alone are in test accuracy, paired by user, ± one standard error; *worse* is more than two of them below.
+Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, and a linear
+model. Every peer promises (ε, δ) for each of its examples, and its noise is the least with which ε
+lasts for the run; ∞ is no promise, with gradients that are neither clipped nor noisy. *Guarded* is
+the default, *free* the same with `guard="off"`. The step size of each line is that of the least
+mean validation loss over the users. Differences to Alone are in test accuracy, paired by user, ±
+one standard error; *worse* is more than two of them below.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ RATES = (0.01, 0.03, 0.1)
 KINDS = ("guarded", "free")
 
 
-def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespace) -> list[dict[str, Any]]:
+def scores(
+    name: str, me: str, epsilon: float | None, settings: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Return for each step size validation loss and test accuracy by kind; of Alone where ε is None."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -46,7 +50,9 @@ def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespa
     }
     if epsilon is not None and math.isfinite(epsilon):
         promise = Privacy(epsilon, settings.delta, settings.clip)
-        how["engine"] = functools.partial(PrivatePeers, privacy=promise, gradients=math.ceil(4.5 * settings.steps))
+        how["engine"] = functools.partial(
+            PrivatePeers, privacy=promise, gradients=math.ceil(4.5 * settings.steps)
+        )
     by_rate: list[dict[str, Any]] = [{} for _ in settings.rates]
     for at_rate, lr in zip(by_rate, settings.rates, strict=True):
         for each in ["alone"] if epsilon is None else KINDS:
@@ -56,7 +62,11 @@ def scores(name: str, me: str, epsilon: float | None, settings: argparse.Namespa
             assert task.me.validation is not None
             loss = coterie.evaluate(run.model, cross_entropy, task.me.validation)["loss"]
             account = (run.record.end.account if run.record.end else None) or {}
-            at_rate[each] = {"loss": loss, "accuracy": run.test["accuracy"], "path": account.get("path", "alone")}
+            at_rate[each] = {
+                "loss": loss,
+                "accuracy": run.test["accuracy"],
+                "path": account.get("path", "alone"),
+            }
     return by_rate
 
 
@@ -75,7 +85,9 @@ def lines(name: str, by_epsilon: dict[float | None, Any], rates: list[float]) ->
         change = np.array([user["accuracy"] for user in users]) - alone
         error = change.std(ddof=1) / len(change) ** 0.5
         served = sum(user["path"] == "alone" for user in users)
-        said = "better" if change.mean() > 2 * error else "worse" if change.mean() < -2 * error else ""
+        said = (
+            "better" if change.mean() > 2 * error else "worse" if change.mean() < -2 * error else ""
+        )
         print(
             f"| {name} | {'∞' if math.isinf(epsilon) else f'{epsilon:g}'} | {kind} | {rates[best]:g} | "
             f"{alone.mean():.3f} | {alone.mean() + change.mean():.3f} | {change.mean():+.4f} ± {error:.4f} | "
@@ -113,11 +125,15 @@ def main() -> None:
         for name in settings.sets.split(","):
             names = users_of(name, settings)
             under_way[name] = {
-                epsilon: pool.starmap_async(scores, [(name, me, epsilon, settings) for me in names], chunksize=1)
+                epsilon: pool.starmap_async(
+                    scores, [(name, me, epsilon, settings) for me in names], chunksize=1
+                )
                 for epsilon in epsilons
             }
         for name, by_epsilon in under_way.items():
-            lines(name, {epsilon: each.get() for epsilon, each in by_epsilon.items()}, settings.rates)
+            lines(
+                name, {epsilon: each.get() for epsilon, each in by_epsilon.items()}, settings.rates
+            )
 
 
 if __name__ == "__main__":

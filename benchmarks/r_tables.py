@@ -1,11 +1,12 @@
 """Twenty tables with users that are not in the benchmark: does what is measured there hold elsewhere?
 
-    coterie --import benchmarks/r_tables.py bench --data DIR --sets r-exam,r-storms --users 4 --out bench
+    coterie --import benchmarks/r_tables.py bench --data DIR --sets r-exam,r-storms --users 4 --out
+    bench
 
-They are of the collection Rdatasets, and are registered as sets r-hpc, r-rats and so on. Each has a column that
-says whose row it is: a school, a state, an industry, a town, a year. They are read from
-DIR/Rdatasets/csv/PACKAGE/ITEM.csv, as that collection has them. Classes that fewer than one row in 25 has are left
-out, and of a long table 6,000 rows are drawn.
+They are of the collection Rdatasets, and are registered as sets r-hpc, r-rats and so on. Each has a
+column that says whose row it is: a school, a state, an industry, a town, a year. They are read from
+DIR/Rdatasets/csv/PACKAGE/ITEM.csv, as that collection has them. Classes that fewer than one row in
+25 has are left out, and of a long table 6,000 rows are drawn.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Table(NamedTuple):
 
 TABLES = {
     "hpc": Table("modeldata/hpc_data", "protocol", "class"),
-    "rats": Table("ratdat/complete", "plot_id", "species_id", "sex hindfoot_length weight month year"),
+    "rats": Table(
+        "ratdat/complete", "plot_id", "species_id", "sex hindfoot_length weight month year"
+    ),
     "verbagg": Table("lme4/VerbAgg", "item", "r2", "Anger Gender"),
     "ces11": Table("carData/CES11", "province", "abortion", "gender importance education urban"),
     "benefits": Table("Ecdat/Benefits", "state", "ui"),
@@ -60,7 +63,9 @@ TABLES = {
         "workstat prestige divorce widowed educ income babies preteen teens owngun attend tvhours "
         "black female blackfemale gwbush04",
     ),
-    "exam": Table("mlmRev/Exam", "school", "normexam", "standLRT sex vr intake student", classes=False),
+    "exam": Table(
+        "mlmRev/Exam", "school", "normexam", "standLRT sex vr intake student", classes=False
+    ),
     "egsingle": Table(
         "mlmRev/egsingle",
         "schoolid",
@@ -97,7 +102,9 @@ TABLES = {
         "Fireplaces Overall_Cond Bldg_Type",
         classes=False,
     ),
-    "census": Table("wooldridge/census2000", "state", "lweekinc", "educ exper expersq", classes=False),
+    "census": Table(
+        "wooldridge/census2000", "state", "lweekinc", "educ exper expersq", classes=False
+    ),
     "scorecard": Table(
         "causaldata/scorecard",
         "state_abbr",
@@ -120,7 +127,9 @@ def read(table: Table, folder: Path) -> Population:
     rows = pd.read_csv(folder / "csv" / f"{table.item}.csv", low_memory=False)
     rows = rows.dropna(subset=[table.user, table.target])
     rows = rows.sample(min(len(rows), MOST_ROWS), random_state=0)
-    columns = table.columns.split() or [str(c) for c in rows if c not in (table.user, table.target, "rownames")]
+    columns = table.columns.split() or [
+        str(c) for c in rows if c not in (table.user, table.target, "rownames")
+    ]
     names: list[str] = []
     if table.classes:
         labels = rows[table.target].astype(str)
@@ -133,7 +142,9 @@ def read(table: Table, folder: Path) -> Population:
     targets = rows[table.target].to_numpy()
     if table.classes:
         targets = np.searchsorted(names, targets.astype(str))
-    return Population(inputs, targets, rows[table.user].astype(str).to_numpy(), len(names), categories)
+    return Population(
+        inputs, targets, rows[table.user].astype(str).to_numpy(), len(names), categories
+    )
 
 
 for name, one in TABLES.items():

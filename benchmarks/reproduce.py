@@ -1,8 +1,8 @@
 """The paper's first figure as its authors computed it, and as coterie does: how many times faster.
 
-The authors' notebook steps through 700,000 scalar updates for each of 100 trials. Here a few such trials are
-run and scaled up to 100; coterie's exact curve and 100 exact sample paths, both at 700 recorded steps, are run
-in full. Both are timed in one process, one after the other.
+The authors' notebook steps through 700,000 scalar updates for each of 100 trials. Here a few such
+trials are run and scaled up to 100; coterie's exact curve and 100 exact sample paths, both at 700
+recorded steps, are run in full. Both are timed in one process, one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ TRIALS = 100
 RECORDED = 700
 
 
-def notebook_trial(alpha: float, beta: float, lr: float, steps: int, rng: np.random.Generator) -> list[float]:
+def notebook_trial(
+    alpha: float, beta: float, lr: float, steps: int, rng: np.random.Generator
+) -> list[float]:
     """One trial of BC as in the notebook: a scalar loop, the loss recorded 700 times."""
     x, c, losses = rng.standard_normal(), 0.0, []
     for t in range(steps):
@@ -72,8 +74,12 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
         return
-    print(f"scalar loop, {TRIALS} trials of {options.steps:,} steps: {loop:.1f} s ({options.trials} run)")
-    print(f"coterie, exact curve and {TRIALS} exact sample paths:  {ours * 1000:.1f} ms (median of 5)")
+    print(
+        f"scalar loop, {TRIALS} trials of {options.steps:,} steps: {loop:.1f} s ({options.trials} run)"
+    )
+    print(
+        f"coterie, exact curve and {TRIALS} exact sample paths:  {ours * 1000:.1f} ms (median of 5)"
+    )
     print(f"ratio: {result['ratio']:,.0f}")
 
 

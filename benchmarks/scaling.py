@@ -2,15 +2,16 @@
 
     python benchmarks/scaling.py [--device cuda] [--threads 1] [--json] [--plot scaling.png]
 
-Two sweeps, with the sides of `step_cost.py`: time a step and, on a GPU, peak of memory by the average path and
-the rows path, against one pass of the same examples in one batch.
+Two sweeps, with the sides of `step_cost.py`: time a step and, on a GPU, peak of memory by the
+average path and the rows path, against one pass of the same examples in one batch.
 
-- peers: 1 to 1,000 of them share the same number of examples, with a network of `--fixed-parameters`;
+- peers: 1 to 1,000 of them share the same number of examples, with a network of
+  `--fixed-parameters`;
 - parameters: 10⁴ to 10⁸ of them, with 10 peers and 32 examples a user.
 
-Rows are measured only where they fit into `--rows-gb`, and models only where eight copies fit into half of the
-memory that is free. At the end all numbers of peers are timed in turns with each other on the average path, since
-between two points of a sweep the machine may have changed.
+Rows are measured only where they fit into `--rows-gb`, and models only where eight copies fit into
+half of the memory that is free. At the end all numbers of peers are timed in turns with each other
+on the average path, since between two points of a sweep the machine may have changed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def line(options: argparse.Namespace, sweep: str, n_peers: int, parameters: int, batch: int) -> dict[str, Any]:
+def line(
+    options: argparse.Namespace, sweep: str, n_peers: int, parameters: int, batch: int
+) -> dict[str, Any]:
     """Return what is measured at one point of a sweep."""
     device = torch.device(options.device)
     setting = Setting.of(partial(network, parameters), SHAPE, n_peers, batch, device)
@@ -95,7 +98,10 @@ def growth(options: argparse.Namespace) -> dict[str, Any]:
         steps[str(n_peers)] = SIDES["average"](setting)
     times = milliseconds(steps, device, options.seconds * len(steps))
     first = times[str(FEW if FEW in options.peers else options.peers[0])]
-    return {"sweep": "growth", "time_ratio": {name: ratio(each, first) for name, each in times.items()}}
+    return {
+        "sweep": "growth",
+        "time_ratio": {name: ratio(each, first) for name, each in times.items()},
+    }
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
@@ -124,14 +130,22 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--peers", type=int, nargs="*", default=[1, 10, 90, 1000])
-    parser.add_argument("--examples", type=int, default=2002, help="of all users together, in the sweep over peers")
-    parser.add_argument("--fixed-parameters", type=float, default=1e5, help="in the sweep over peers")
+    parser.add_argument(
+        "--examples", type=int, default=2002, help="of all users together, in the sweep over peers"
+    )
+    parser.add_argument(
+        "--fixed-parameters", type=float, default=1e5, help="in the sweep over peers"
+    )
     parser.add_argument("--parameters", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7, 1e8])
-    parser.add_argument("--rows-gb", type=float, default=2.0, help="the most that all peers' gradients may take")
+    parser.add_argument(
+        "--rows-gb", type=float, default=2.0, help="the most that all peers' gradients may take"
+    )
     parser.add_argument("--seconds", type=float, default=15, help="time to spend on each point")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--plot", type=Path, default=None, help="a picture, .png or .svg")
@@ -143,8 +157,14 @@ def main() -> None:
         print(json.dumps(one) if options.json else shown(one), flush=True)
     if len(options.peers) > 1:
         one = growth(options)
-        grown = ", ".join(f"{n_peers} {100 * (x - 1):+.1f} %" for n_peers, x in one["time_ratio"].items())
-        print(json.dumps(one) if options.json else f"average path at equal examples, by peers: {grown}")
+        grown = ", ".join(
+            f"{n_peers} {100 * (x - 1):+.1f} %" for n_peers, x in one["time_ratio"].items()
+        )
+        print(
+            json.dumps(one)
+            if options.json
+            else f"average path at equal examples, by peers: {grown}"
+        )
     if options.plot:
         plot(lines, options.plot)
 

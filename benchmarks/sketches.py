@@ -1,11 +1,13 @@
 """How near the weights found from sketches come to those found from gradients.
 
-    python benchmarks/sketches.py [--data DIR] [--sets digits,wisdm,mnist] [--sizes 256,1024,half] [--users 8]
+    python benchmarks/sketches.py [--data DIR] [--sets digits,wisdm,mnist] [--sizes 256,1024,half]
+    [--users 8]
 
-Users of a set are user 0 in turn. Adaptive averaging goes through the first half of its steps in process, once with
-every peer's gradient, and once for each size with sums and sketches, as peers elsewhere give them. Shown is the
-total variation between both τ, the mean and the largest over users, and the weight that wrong peers get. "half" is
-half of the model's numbers, at most 2,048: what peers show that give sums only.
+Users of a set are user 0 in turn. Adaptive averaging goes through the first half of its steps in
+process, once with every peer's gradient, and once for each size with sums and sketches, as peers
+elsewhere give them. Shown is the total variation between both τ, the mean and the largest over
+users, and the weight that wrong peers get. "half" is half of the model's numbers, at most 2,048:
+what peers show that give sums only.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Sketched(coterie.InProcess):
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Return sums and sketches."""
         equal = dict.fromkeys(self.names, 1 / len(self.names))
-        each = [self.gradients(point, question.step, equal, rows=True).rows for point in question.points]
+        each = [
+            self.gradients(point, question.step, equal, rows=True).rows for point in question.points
+        ]
         rows = torch.stack([matrix for matrix in each if matrix is not None])
         weights = question.weights.nan_to_num(0.0).to(rows)
         sketch = Sketch(rows.shape[2], self.size, sketch_key(self.seed, question.step))
@@ -58,7 +62,9 @@ class Sketched(coterie.InProcess):
 def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     """Return the weights after the first half of the steps, the mean over trunks."""
     costs = Costs(dict.fromkeys([spec.me.name, *engine.names], spec.batch_size))
-    made = coterie.AdaptiveAveraging().learner(spec, engine, costs, guarded=False, forward_options=DEFAULT_FORWARD)
+    made = coterie.AdaptiveAveraging().learner(
+        spec, engine, costs, guarded=False, forward_options=DEFAULT_FORWARD
+    )
     assert isinstance(made, AdaptiveLearner)
     while made.step < made.half:
         made.next_step().take()
@@ -75,7 +81,10 @@ def compared(name: str, condition: str, me: str, settings: argparse.Namespace) -
 
     def weights_by(make: type[coterie.InProcess]) -> np.ndarray[Any, Any]:
         spec = RunSpec(model, loss, task.me, task.peers, **how).prepared()
-        return tau(spec, make(spec.model, loss, task.me, task.peers, batch_size=spec.batch_size, seed=spec.seed))
+        return tau(
+            spec,
+            make(spec.model, loss, task.me, task.peers, batch_size=spec.batch_size, seed=spec.seed),
+        )
 
     wrong = np.array([peer.name in task.wrong for peer in task.peers])
     exact = weights_by(coterie.InProcess)
@@ -83,7 +92,10 @@ def compared(name: str, condition: str, me: str, settings: argparse.Namespace) -
     for size in settings.sizes.split(","):
         k = sketch_size(d, rows=False) or SKETCH if size == "half" else int(size)
         weights = weights_by(type("Sketched", (Sketched,), {"size": k}))
-        results |= {size: float(np.abs(weights - exact).sum() / 2), f"wrong, {size}": float(weights[wrong].sum())}
+        results |= {
+            size: float(np.abs(weights - exact).sum() / 2),
+            f"wrong, {size}": float(weights[wrong].sum()),
+        }
     return results
 
 
@@ -97,7 +109,11 @@ def main() -> None:
     settings = parser.parse_args()
     torch.set_num_threads(1)
     sizes = settings.sizes.split(",")
-    print("| set, condition | numbers | wrong | " + " | ".join(f"k = {k}: mean, most, wrong" for k in sizes) + " |")
+    print(
+        "| set, condition | numbers | wrong | "
+        + " | ".join(f"k = {k}: mean, most, wrong" for k in sizes)
+        + " |"
+    )
     print("|---" * (3 + len(sizes)) + "|")
     for name in settings.sets.split(","):
         users = users_of(name, settings)
@@ -105,10 +121,14 @@ def main() -> None:
             by_user = [compared(name, condition, me, settings) for me in users]
             table = {key: np.array([user[key] for user in by_user]) for key in by_user[0]}
             shown = [
-                f"{table[k].mean():.3f}, {table[k].max():.3f}, {table[f'wrong, {k}'].mean():.1%}" for k in sizes
+                f"{table[k].mean():.3f}, {table[k].max():.3f}, {table[f'wrong, {k}'].mean():.1%}"
+                for k in sizes
             ]
             numbers, wrong = int(table["d"][0]), table["wrong, exact"].mean()
-            print(f"| {name}, {condition} | {numbers:,} | {wrong:.1%} | " + " | ".join(shown) + " |", flush=True)
+            print(
+                f"| {name}, {condition} | {numbers:,} | {wrong:.1%} | " + " | ".join(shown) + " |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

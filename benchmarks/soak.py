@@ -1,10 +1,10 @@
 """A long run over torch.distributed: the same model as in process at the end, and no growth of memory.
 
-    python benchmarks/soak.py                     # 1,000 steps, 100,000 parameters, 8 ranks on this machine
-    python benchmarks/soak.py --gather            # added up in order: the same bits
+    python benchmarks/soak.py                     # 1,000 steps, 100,000 parameters, 8 ranks on this
+    machine python benchmarks/soak.py --gather            # added up in order: the same bits
 
-prints how far the two models are apart, and for every rank the resident memory of the last 100 steps over that of
-the first 200, medians of one sample a step.
+prints how far the two models are apart, and for every rank the resident memory of the last 100
+steps over that of the first 200, medians of one sample a step.
 """
 
 from __future__ import annotations
@@ -77,11 +77,18 @@ def be_rank(rank: int, steps: int, gather: bool) -> None:
         net.register_forward_hook(lambda *_: samples.append(resident()))
         serve(net, cross_entropy, user(rank), timeout=120)
     else:
-        there = trained(functools.partial(TorchDistributed, timeout=120, gather=gather), [], steps, samples)
+        there = trained(
+            functools.partial(TorchDistributed, timeout=120, gather=gather), [], steps, samples
+        )
         peers = [user(k) for k in range(1, RANKS)]
         here = trained(functools.partial(coterie.InProcess, one_by_one=True), peers, steps, [])
-        a, b = (nn.utils.parameters_to_vector(run.model.parameters()).detach() for run in (there, here))
-        result |= {"same bits": torch.equal(a, b), "relative difference": float((a - b).norm() / b.norm())}
+        a, b = (
+            nn.utils.parameters_to_vector(run.model.parameters()).detach() for run in (there, here)
+        )
+        result |= {
+            "same bits": torch.equal(a, b),
+            "relative difference": float((a - b).norm() / b.norm()),
+        }
         result["seconds"] = there.record.end.seconds
     print(json.dumps(result | growth(samples)), flush=True)
 
@@ -98,8 +105,18 @@ def main() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    command = [sys.executable, __file__, "--steps", str(options.steps), *["--gather"] * options.gather]
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--steps",
+        str(options.steps),
+        *["--gather"] * options.gather,
+    ]
     ranks = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(RANKS)]  # noqa: S603
     sys.exit(max(process.wait() for process in ranks))
 

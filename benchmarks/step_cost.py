@@ -1,16 +1,19 @@
 """The cost of one collaborative step over its floor, all sides timed in one run.
 
-The floor is one forward and backward pass of the same examples, user 0's and all peers', in one batch that
-lies ready, plus the optimizer's update. Beside it the whole step of `coterie` (draw the batches, the passes, the
-rule, the update): by the average path, as `WeightedAveraging` and as `BiasCorrection`; by the rows path, with their
-mean for a rule and as `CosineSimilarity`; and a plain loop over users. On a GPU the floor and ours are captured as
-CUDA graphs, as `train` does by default, and the floor and averaging are also measured without.
+The floor is one forward and backward pass of the same examples, user 0's and all peers', in one
+batch that lies ready, plus the optimizer's update. Beside it the whole step of `coterie` (draw the
+batches, the passes, the rule, the update): by the average path, as `WeightedAveraging` and as
+`BiasCorrection`; by the rows path, with their mean for a rule and as `CosineSimilarity`; and a
+plain loop over users. On a GPU the floor and ours are captured as CUDA graphs, as `train` does by
+default, and the floor and averaging are also measured without.
 
-    python benchmarks/step_cost.py [--device cuda] [--threads 1] [--models mlp,cnn,resnet] [--peers 10 50] [--json]
-    python benchmarks/step_cost.py --device cuda --models cnn,resnet --forward-options
+    python benchmarks/step_cost.py [--device cuda] [--threads 1] [--models mlp,cnn,resnet] [--peers
+    10 50] [--json] python benchmarks/step_cost.py --device cuda --models cnn,resnet
+    --forward-options
 
-`--forward-options` compares averaging in full precision with `ForwardOptions`: bfloat16, channels last, compiled.
-On a GPU memory is measured too: the peak of each side on its own, the users' examples left out.
+`--forward-options` compares averaging in full precision with `ForwardOptions`: bfloat16, channels
+last, compiled. On a GPU memory is measured too: the peak of each side on its own, the users'
+examples left out.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ class Block(nn.Module):
             nn.Conv2d(wider, wider, 3, padding=1, bias=False),
             nn.GroupNorm(32, wider),
         )
-        changes = nn.Sequential(nn.Conv2d(wide, wider, 1, stride, bias=False), nn.GroupNorm(32, wider))
+        changes = nn.Sequential(
+            nn.Conv2d(wide, wider, 1, stride, bias=False), nn.GroupNorm(32, wider)
+        )
         self.short = nn.Identity() if (wide, stride) == (wider, 1) else changes
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -109,7 +114,12 @@ class Setting:
 
     @classmethod
     def of(
-        cls, make: Callable[[], nn.Module], shape: Sequence[int], n_peers: int, batch: int, device: torch.device
+        cls,
+        make: Callable[[], nn.Module],
+        shape: Sequence[int],
+        n_peers: int,
+        batch: int,
+        device: torch.device,
     ) -> Setting:
         """Return a setting whose users have random images and labels, four batches each."""
         generator, examples = torch.Generator().manual_seed(0), 4 * batch
@@ -192,10 +202,14 @@ def ours(
     )
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     costs = Costs({user.name: setting.batch for user in setting.everyone})
-    spec = coterie.RunSpec(model, cross_entropy, me, peers, rule, optimizer=sgd, batch_size=setting.batch)
+    spec = coterie.RunSpec(
+        model, cross_entropy, me, peers, rule, optimizer=sgd, batch_size=setting.batch
+    )
     learner = RuleLearner(spec, rule, engine, costs)
     whole = (
-        Captured(StepTables(learner)) if capture or (capture is None and setting.device.type == "cuda") else None
+        Captured(StepTables(learner))
+        if capture or (capture is None and setting.device.type == "cuda")
+        else None
     )
 
     def steps(count: int) -> None:
@@ -208,7 +222,9 @@ def ours(
 
 
 SIDES: dict[str, Callable[[Setting], Steps]] = {
-    "floor": lambda setting: (captured if setting.device.type == "cuda" else repeated)(floor(setting)),
+    "floor": lambda setting: (captured if setting.device.type == "cuda" else repeated)(
+        floor(setting)
+    ),
     "average": ours,
     "corrected": partial(ours, rule=coterie.BiasCorrection(alpha=0.5, beta=0.1)),
     "rows": partial(ours, rule=MeanOfRows(alpha=0.5)),
@@ -229,7 +245,9 @@ PASSING: dict[str, Callable[[Setting], Steps]] = {
     "bfloat16": partial(ours, forward_options=ForwardOptions(torch.bfloat16)),
     "both": partial(ours, forward_options=ForwardOptions(torch.bfloat16, channels_last=True)),
     "compiled": partial(ours, forward_options=ForwardOptions(compile=True)),
-    "all three": partial(ours, forward_options=ForwardOptions(torch.bfloat16, channels_last=True, compile=True)),
+    "all three": partial(
+        ours, forward_options=ForwardOptions(torch.bfloat16, channels_last=True, compile=True)
+    ),
 }
 """By name, averaging with the options of `ForwardOptions`."""
 
@@ -248,7 +266,10 @@ def costs(
     }
     if setting.device.type != "cuda":
         return measured
-    memory = {name: float(peak_bytes(partial(build, setting), setting.device)) for name, build in sides.items()}
+    memory = {
+        name: float(peak_bytes(partial(build, setting), setting.device))
+        for name, build in sides.items()
+    }
     for name in sides:
         memory[name] -= 0 if "floor" in name or name == "loop" else setting.example_bytes()
     return measured | {
@@ -259,36 +280,61 @@ def costs(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--models", default=None, help="all on a GPU, mlp,cnn on a CPU when not given")
+    parser.add_argument(
+        "--models", default=None, help="all on a GPU, mlp,cnn on a CPU when not given"
+    )
     parser.add_argument("--peers", type=int, nargs="+", default=[10])
     parser.add_argument("--batch", type=int, default=32, help="examples a user")
-    parser.add_argument("--seconds", type=float, default=20, help="time to spend on each model and number of peers")
-    parser.add_argument("--forward-options", action="store_true", help="compare `ForwardOptions` instead")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="time to spend on each model and number of peers"
+    )
+    parser.add_argument(
+        "--forward-options", action="store_true", help="compare `ForwardOptions` instead"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    sides = PASSING if options.forward_options else SIDES | (UNCAPTURED if device.type == "cuda" else {})
-    names = options.models.split(",") if options.models else list(MODELS)[: 3 if device.type == "cuda" else 2]
+    sides = (
+        PASSING
+        if options.forward_options
+        else SIDES | (UNCAPTURED if device.type == "cuda" else {})
+    )
+    names = (
+        options.models.split(",")
+        if options.models
+        else list(MODELS)[: 3 if device.type == "cuda" else 2]
+    )
     for name in names:
         for n_peers in options.peers:
             setting = Setting.of(*MODELS[name], n_peers, options.batch, device)
             measured = costs(setting, options.seconds, sides)
             if options.json:
-                line = {"model": name, "n_peers": n_peers, "batch": options.batch, "device": options.device}
+                line = {
+                    "model": name,
+                    "n_peers": n_peers,
+                    "batch": options.batch,
+                    "device": options.device,
+                }
                 print(json.dumps(line | measured), flush=True)
             else:
-                print(f"{name}, {n_peers} peers × {options.batch} examples\n{table(measured)}\n", flush=True)
+                print(
+                    f"{name}, {n_peers} peers × {options.batch} examples\n{table(measured)}\n",
+                    flush=True,
+                )
 
 
 def table(measured: dict[str, dict[str, float]]) -> str:
     """Return a line for each measure."""
     lines = [" " * 14 + "".join(f"{name:>16}" for name in measured["ms"])]
     lines += [
-        f"{what:>14}" + "".join(f"{value:>16.2f}" for value in values.values()) for what, values in measured.items()
+        f"{what:>14}" + "".join(f"{value:>16.2f}" for value in values.values())
+        for what, values in measured.items()
     ]
     return "\n".join(lines)
 

@@ -23,7 +23,11 @@ def affine(cases: int) -> None:
             ratio = problems.expected(lr, steps, x, z, alpha=alpha) / affine_bound(
                 problems, lr, steps, x, z, alpha=alpha
             )
-            worst, broken, count = max(worst, ratio.max()), broken + int((ratio > 1 + 1e-9).sum()), count + cases
+            worst, broken, count = (
+                max(worst, ratio.max()),
+                broken + int((ratio > 1 + 1e-9).sum()),
+                count + cases,
+            )
     print(f"affine_bound: {count} cases, {broken} broken, largest ratio {worst:.4f}")
 
 
@@ -31,7 +35,13 @@ def auxiliary(cases: int) -> None:
     """AuxMom and AuxMVR: five pairs of rounds and steps."""
     for recursive, name in ((False, "AuxMom"), (True, "AuxMVR")):
         found = [
-            ratios(np.random.default_rng([cases, rounds, steps]), cases, rounds, steps, recursive=recursive)
+            ratios(
+                np.random.default_rng([cases, rounds, steps]),
+                cases,
+                rounds,
+                steps,
+                recursive=recursive,
+            )
             for rounds, steps in ((1, 1), (1, 8), (40, 1), (40, 3), (15, 10))
         ]
         ratio = np.concatenate(found)

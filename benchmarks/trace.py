@@ -2,10 +2,11 @@
 
     python benchmarks/trace.py [--walk]
 
-Digits by writer, 13 peers, softmax regression, 200 steps, one CPU thread. A row is one step of its kind, or all
-that is done before the first step. A package is a folder directly below `coterie`; a switch is a call from one
-package into another. `--walk` prints the functions of a plain adaptive step in the order of their first calls:
-docs/architecture.md shows them, and `tests/test_walk.py` checks that.
+Digits by writer, 13 peers, softmax regression, 200 steps, one CPU thread. A row is one step of its
+kind, or all that is done before the first step. A package is a folder directly below `coterie`; a
+switch is a call from one package into another. `--walk` prints the functions of a plain adaptive
+step in the order of their first calls: docs/architecture.md shows them, and `tests/test_walk.py`
+checks that.
 """
 
 from __future__ import annotations
@@ -66,14 +67,25 @@ class Walk:
     @property
     def walk(self) -> list[tuple[str, str]]:
         """The functions in the order of their first calls; no lambdas, comprehensions or generators."""
-        return [(file, name) for file, name in dict.fromkeys(self.calls) if "<" not in name.rpartition(".")[2]]
+        return [
+            (file, name)
+            for file, name in dict.fromkeys(self.calls)
+            if "<" not in name.rpartition(".")[2]
+        ]
 
     def row(self) -> tuple[int, int, int, int, int, int]:
         """Return calls, functions, files, packages, classes and switches."""
         walk = self.walk
         files = {file for file, _ in walk}
         packages = {_package(file) for file in files}
-        return len(self.calls), len(walk), len(files), len(packages), len(self.classes), self.switches
+        return (
+            len(self.calls),
+            len(walk),
+            len(files),
+            len(packages),
+            len(self.classes),
+            self.switches,
+        )
 
 
 def _place(frame: FrameType) -> str | None:
@@ -86,7 +98,9 @@ def _package(file: str) -> str:
     return file.partition("/")[0]
 
 
-def traced(rule: Any, steps: tuple[int, ...], engine: Callable[..., Any] = InProcess) -> dict[int | str, Walk]:
+def traced(
+    rule: Any, steps: tuple[int, ...], engine: Callable[..., Any] = InProcess
+) -> dict[int | str, Walk]:
     """Train, and return the walks of some steps, and of what is done before the first (`set-up`)."""
     task = coterie.data.digits_by_writer(me=0, own_examples=30)
     torch.manual_seed(0)
@@ -101,7 +115,11 @@ def traced(rule: Any, steps: tuple[int, ...], engine: Callable[..., Any] = InPro
         with walks.setdefault(loop.learner.step, Walk()):
             return advance(loop, *given)
 
-    with mock.patch.object(TrainingLoop, "advance", watched), warnings.catch_warnings(), walks["set-up"]:
+    with (
+        mock.patch.object(TrainingLoop, "advance", watched),
+        warnings.catch_warnings(),
+        walks["set-up"],
+    ):
         warnings.simplefilter("ignore")
         loss, last = nn.functional.cross_entropy, max(steps)
         coterie.train(
@@ -124,8 +142,12 @@ def sites(model: nn.Module, loss: Any, me: coterie.User, peers: Any, **how: Any)
 
 def main() -> None:
     """Print the table, or the walk of a plain adaptive step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--walk", action="store_true", help="print the walk of a plain adaptive step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--walk", action="store_true", help="print the walk of a plain adaptive step"
+    )
     settings = parser.parse_args()
     torch.set_num_threads(1)
     here = traced(None, (FIRST, PLAIN, JUDGING))
@@ -144,7 +166,9 @@ def main() -> None:
         "over sites here, each peer by itself": there[JUDGING],
         "set-up before the first step": here["set-up"],
     }
-    print("| step | calls | functions | files | packages | classes | switches |\n|---|---|---|---|---|---|---|")
+    print(
+        "| step | calls | functions | files | packages | classes | switches |\n|---|---|---|---|---|---|---|"
+    )
     for name, walk in rows.items():
         print(f"| {name} | " + " | ".join(f"{count:,}" for count in walk.row()) + " |")
 

@@ -15,8 +15,12 @@ from coterie.users.sampling import seeded
 
 def options(what: str | None, users: int = 8) -> argparse.ArgumentParser:
     """Return the options that say which sets and users."""
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="the folder of all data; digits need none")
+    parser = argparse.ArgumentParser(
+        description=what, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=None, help="the folder of all data; digits need none"
+    )
     parser.add_argument("--sets", default="digits")
     parser.add_argument("--users", type=int, default=users, help="of each set, at most")
     return parser

@@ -16,8 +16,13 @@ import coterie
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
-# What kernels of notebooks read: figures as SVG, one thread for small models, no line about progress.
-os.environ |= {"IPYTHONDIR": str(FOLDER / "_ipython"), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+# What kernels of notebooks read: figures as SVG, one thread for small models, no line about
+# progress.
+os.environ |= {
+    "IPYTHONDIR": str(FOLDER / "_ipython"),
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
 
 project, author, copyright = "coterie", "The coterie developers", "the coterie developers"  # noqa: A001  # Sphinx's name
 version = release = coterie.__version__
@@ -80,19 +85,29 @@ def whole_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     """List in the index every page of this folder that it does not name; link pages of the root; tidy examples."""
     if docname == "index":
         pages = sorted(path.stem for path in FOLDER.glob("*.md"))
-        unnamed = [page for page in pages if page != "index" and not re.search(rf"^{page}$", source[0], re.M)]
+        unnamed = [
+            page
+            for page in pages
+            if page != "index" and not re.search(rf"^{page}$", source[0], re.M)
+        ]
         source[0] = source[0].replace("% every other page", "\n".join(unnamed))
-    source[0] = source[0].replace("\n\n```\n", "\n```\n")  # doctest wants a blank line after what is printed
+    # doctest wants a blank line after what is printed
+    source[0] = source[0].replace("\n\n```\n", "\n```\n")
     if whole := re.fullmatch(r"```\{include\} \.\./(\w+\.md)\n```\n", source[0]):
         source[0] = (FOLDER.parent / whole[1]).read_text(encoding="utf-8").replace("](docs/", "](")
-    source[0] = re.sub(rf"\]\((?:\.\./)?({OF_THE_ROOT})\.md", lambda m: f"]({m[1].lower()}.md", source[0])
+    source[0] = re.sub(
+        rf"\]\((?:\.\./)?({OF_THE_ROOT})\.md", lambda m: f"]({m[1].lower()}.md", source[0]
+    )
 
 
 INLINE = ("attribute", "data", "property")
-COLON = "\ue000"  # stands for the first colon of such a docstring, before which Sphinx would look for a type
+# stands for the first colon of such a docstring, before which Sphinx would look for a type
+COLON = "\ue000"
 
 
-def before_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def before_napoleon(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Take docstrings as they are meant: an indented paragraph stands as it is, `docs/….md` is a link."""
     kept: list[str] = []
     section = last = ""
@@ -114,19 +129,29 @@ def before_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, l
     lines[:] = kept
 
 
-def after_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def after_napoleon(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Put colons back, and tell "K." from the beginning of a list."""
     lines[:] = [re.sub(r"^(\s+)([A-Z])\.$", r"\1\2\\.", line.replace(COLON, ":")) for line in lines]
 
 
-def without_noise(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+def without_noise(
+    app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
     """Leave out fields of which Python says no more than their number, and what scikit-learn adds to estimators."""
     noise = str(getattr(obj, "__doc__", "")).startswith("Alias for field number")
     return True if noise or re.fullmatch(r"set_\w+_request", name) else None
 
 
 def signature(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, given: str | None, returned: str | None
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    given: str | None,
+    returned: str | None,
 ) -> tuple[str | None, str | None]:
     """Leave out the signature that a protocol has from Python."""
     return ("" if given == "(*args, **kwargs)" else given), returned

@@ -1,7 +1,8 @@
 """The picture of a rule: where it leads user 0 on one small problem, the same for all rules.
 
-The model has two numbers. User 0 has twenty noisy examples; four peers have nearly its optimum, two another one.
-All is repeated with other examples: a path is of the first time, a dot where each time ends.
+The model has two numbers. User 0 has twenty noisy examples; four peers have nearly its optimum, two
+another one. All is repeated with other examples: a path is of the first time, a dot where each time
+ends.
 """
 
 import functools
@@ -20,7 +21,13 @@ from sphinx.util.docutils import SphinxDirective
 import coterie
 from coterie.methods import AffPCL, AuxMom, AuxMVR, FedALA, FedAMP, data_interpolation
 from coterie.reporting.page import svg
-from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
+from coterie.rules.similarity import (
+    CosineSimilarity,
+    FirstOrder,
+    MirrorDescent,
+    SimilarityGate,
+    WeightErosion,
+)
 from coterie.rules.streams import StreamAveraging
 
 OPTIMUM = torch.tensor([[1.0, 1.0]])
@@ -69,7 +76,9 @@ def draw(optimum: torch.Tensor, size: int, seed: int) -> tuple[torch.Tensor, tor
     """Return noisy examples of a linear function."""
     generator = torch.Generator().manual_seed(seed)
     inputs = SPREAD * torch.randn(size, 2, generator=generator)
-    return inputs, inputs @ optimum.reshape(2, 1) + NOISE * torch.randn(size, 1, generator=generator)
+    return inputs, inputs @ optimum.reshape(2, 1) + NOISE * torch.randn(
+        size, 1, generator=generator
+    )
 
 
 def users(fresh: bool, time: int) -> tuple[coterie.User, list[coterie.User]]:
@@ -84,13 +93,19 @@ def users(fresh: bool, time: int) -> tuple[coterie.User, list[coterie.User]]:
 
             found.append(coterie.User.stream(name, batch))
         else:
-            found.append(coterie.User(name, *draw(optimum, 60 if number else 20, number + 100 * time)))
+            found.append(
+                coterie.User(name, *draw(optimum, 60 if number else 20, number + 100 * time))
+            )
     return found[0], found[1:]
 
 
 def numbers(model: torch.nn.Module) -> list[float]:
     """Return the two numbers of a model."""
-    return [number for parameter in model.parameters() for number in parameter.detach().flatten().tolist()]
+    return [
+        number
+        for parameter in model.parameters()
+        for number in parameter.detach().flatten().tolist()
+    ]
 
 
 @functools.cache
@@ -138,11 +153,32 @@ def picture(name: str) -> Figure:
     _paths(axes, name, fresh, "#0072b2", "-")
     weights = {} if name == "alone" else walk(name, fresh, 0)[1]
     for peer, (x, y) in PEERS.items():
-        axes.scatter(x, y, s=30 + 500 * weights.get(peer, 0.0), facecolors="none", edgecolors="#d55e00", zorder=4)
+        axes.scatter(
+            x,
+            y,
+            s=30 + 500 * weights.get(peer, 0.0),
+            facecolors="none",
+            edgecolors="#d55e00",
+            zorder=4,
+        )
     axes.scatter(
-        [], [], s=60, facecolors="none", edgecolors="#d55e00", label="peers' optima, larger with more weight"
+        [],
+        [],
+        s=60,
+        facecolors="none",
+        edgecolors="#d55e00",
+        label="peers' optima, larger with more weight",
     )
-    axes.plot(1, 1, "*", color="#009e73", markersize=14, zorder=5, linestyle="none", label="user 0's optimum")
+    axes.plot(
+        1,
+        1,
+        "*",
+        color="#009e73",
+        markersize=14,
+        zorder=5,
+        linestyle="none",
+        label="user 0's optimum",
+    )
     axes.set(xlim=(-1.5, 1.9), ylim=(-0.9, 1.9), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
@@ -155,8 +191,18 @@ def _paths(axes: Axes, name: str, fresh: bool, colour: str, dashes: str) -> None
     above = [excess(points[-1]) for points in paths]
     error = np.std(above, ddof=1) / np.sqrt(TIMES)
     label = f"{name}: {np.mean(above):.2f} ± {error:.2f} above the least loss"
-    axes.plot(paths[0][:, 0], paths[0][:, 1], color=colour, linewidth=1.2, linestyle=dashes, label=label, alpha=0.9)
-    axes.plot(*np.array([points[-1] for points in paths]).T, "o", color=colour, markersize=4, zorder=6)
+    axes.plot(
+        paths[0][:, 0],
+        paths[0][:, 1],
+        color=colour,
+        linewidth=1.2,
+        linestyle=dashes,
+        label=label,
+        alpha=0.9,
+    )
+    axes.plot(
+        *np.array([points[-1] for points in paths]).T, "o", color=colour, markersize=4, zorder=6
+    )
 
 
 class RulePicture(SphinxDirective):  # type: ignore[misc]  # of a package that is not read

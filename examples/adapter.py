@@ -2,11 +2,11 @@
 
     python examples/adapter.py FOLDER [--me "macbeth: MACBETH"] [--steps 200] [--base-steps 400]
 
-FOLDER holds `shakespeare.zip` (github.com/nltk/nltk_data, packages/corpora/shakespeare.zip). The model, a Llama of
-two layers over characters, is built from a configuration and first trained on the other plays, in the place of one
-that would be downloaded; it is then frozen. Adapters are trained alone, with all speakers' lines pooled, and by the
-default rule; each is judged by lines of the speaker that nobody has seen.
-It needs `pip install ".[hugging-face]"` in a clone.
+FOLDER holds `shakespeare.zip` (github.com/nltk/nltk_data, packages/corpora/shakespeare.zip). The
+model, a Llama of two layers over characters, is built from a configuration and first trained on the
+other plays, in the place of one that would be downloaded; it is then frozen. Adapters are trained
+alone, with all speakers' lines pooled, and by the default rule; each is judged by lines of the
+speaker that nobody has seen. It needs `pip install ".[hugging-face]"` in a clone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ def loss(output: Any, targets: Tensor) -> Tensor:
 
 def base_model(texts: Sequence[str], steps: int) -> nn.Module:
     """Return a language model of these texts."""
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model: Any = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(ALPHABET), max_position_embeddings=64, use_cache=False, **size)
     )
@@ -69,13 +74,18 @@ def users_of(spoken: Mapping[str, str], me: str) -> tuple[coterie.User, list[cot
     play = me.partition(":")[0]
     others = [name for name in spoken if name.startswith(play + ":") and name != me]
     others.sort(key=lambda name: -len(spoken[name]))
-    peers = [coterie.User(name, *pair(sequences(spoken[name])[:PEERS_EXAMPLES])) for name in others[:N_PEERS]]
+    peers = [
+        coterie.User(name, *pair(sequences(spoken[name])[:PEERS_EXAMPLES]))
+        for name in others[:N_PEERS]
+    ]
     return coterie.User(me, *pair(rows[:OWN_EXAMPLES]), test=pair(rows[OWN_EXAMPLES:])), peers
 
 
 def main(arguments: Sequence[str]) -> None:
     """Train the adapters, and print how each does and what it costs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--me", default="macbeth: MACBETH")
     parser.add_argument("--steps", type=int, default=200)
@@ -85,15 +95,23 @@ def main(arguments: Sequence[str]) -> None:
     spoken = speeches(asked.folder / "shakespeare.zip")
     me, peers = users_of(spoken, asked.me)
     play = asked.me.partition(":")[0]
-    base = base_model([text for name, text in spoken.items() if not name.startswith(play)], asked.base_steps)
+    base = base_model(
+        [text for name, text in spoken.items() if not name.startswith(play)], asked.base_steps
+    )
     model: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"{asked.me}: {len(me)} sequences; with {', '.join(peer.name.partition(': ')[2] for peer in peers)}")
-    print(f"the adapter has {trained} numbers, the model {sum(p.numel() for p in base.parameters())}")
+    print(
+        f"{asked.me}: {len(me)} sequences; with {', '.join(peer.name.partition(': ')[2] for peer in peers)}"
+    )
+    print(
+        f"the adapter has {trained} numbers, the model {sum(p.numel() for p in base.parameters())}"
+    )
 
     sizes = {peer.name: len(peer) for peer in peers}
     whole = sum(sizes.values())
-    pooled = coterie.WeightedAveraging(whole / (whole + len(me)), {name: n / whole for name, n in sizes.items()})
+    pooled = coterie.WeightedAveraging(
+        whole / (whole + len(me)), {name: n / whole for name, n in sizes.items()}
+    )
     default = coterie.AdaptiveAveraging()
     how: dict[str, Any] = {"steps": asked.steps, "lr": 3e-3, "batch_size": 8, "measure": False}
     spec = coterie.RunSpec(model, loss, me, peers, steps=asked.steps, batch_size=8)

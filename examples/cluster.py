@@ -1,9 +1,10 @@
 """Four users in four processes: user 0 trains, the others answer with gradients of digits that only they use.
 
-    python examples/cluster.py          # is: torchrun --standalone --nproc-per-node 4 examples/cluster.py
+    python examples/cluster.py          # is: torchrun --standalone --nproc-per-node 4
+    examples/cluster.py
 
-Every process runs this script, and torchrun tells each its rank. How to start them on several machines is in
-docs/engines.md. For a trusted network only: nothing is encrypted.
+Every process runs this script, and torchrun tells each its rank. How to start them on several
+machines is in docs/engines.md. For a trusted network only: nothing is encrypted.
 """
 
 import os
@@ -21,7 +22,8 @@ PEERS = ("writer 0", "writer 5", "writer 8")
 def main(rank: int) -> None:
     """Be user 0 or a peer, as the rank says."""
     torch.set_num_threads(1)  # small models only wait for each other's threads
-    task = coterie.data.digits_by_writer(me=3, own_examples=30)  # scikit-learn carries everybody's digits
+    # scikit-learn carries everybody's digits
+    task = coterie.data.digits_by_writer(me=3, own_examples=30)
     peers = {peer.name: peer for peer in task.peers}
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -52,5 +54,12 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main(int(os.environ["RANK"]))
     else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+        ]
         sys.exit(subprocess.call([*torchrun, __file__]))  # this very file

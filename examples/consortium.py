@@ -2,15 +2,16 @@
 
 With `--everyone` each of the four trains a model for itself, and answers the others.
 
-One command starts everything on this machine, each hospital in processes of its own, connected by NVFLARE over
-mutual TLS (`pip install ".[flare]"` in a clone), and ends it:
+One command starts everything on this machine, each hospital in processes of its own, connected by
+NVFLARE over mutual TLS (`pip install ".[flare]"` in a clone), and ends it:
 
     python examples/consortium.py [FOLDER [DATA]] [--wrong SITE] [--everyone]
 
-FOLDER is where the consortium is set up, a temporary folder when it is left out. DATA is a folder with the four
-`processed.*.data` files of the UCI Heart Disease set; tables of the same shape are made up without it. SITE has its
-patients' `ill` the wrong way round: the default rule finds out, and does not listen to it. Between real hospitals
-the same commands run on four machines; see docs/engines.md.
+FOLDER is where the consortium is set up, a temporary folder when it is left out. DATA is a folder
+with the four `processed.*.data` files of the UCI Heart Disease set; tables of the same shape are
+made up without it. SITE has its patients' `ill` the wrong way round: the default rule finds out,
+and does not listen to it. Between real hospitals the same commands run on four machines; see
+docs/engines.md.
 """
 
 import argparse
@@ -49,10 +50,23 @@ def hospitals(data: Path | None) -> dict[str, pd.DataFrame]:
         rng = np.random.default_rng(k)
         age, sex, cp = rng.integers(30, 75, n), rng.integers(0, 2, n), rng.integers(1, 5, n)
         thalach, oldpeak = rng.normal(140, 25, n).round(), rng.exponential(1.0, n).round(1)
-        score = 0.05 * (age - 50) + 0.8 * sex + 0.9 * (cp == 4) - 0.03 * (thalach - 140) + (0.5 + 0.1 * k) * oldpeak
+        score = (
+            0.05 * (age - 50)
+            + 0.8 * sex
+            + 0.9 * (cp == 4)
+            - 0.03 * (thalach - 140)
+            + (0.5 + 0.1 * k) * oldpeak
+        )
         columns = {"age": age, "sex": sex, "cp": cp, "thalach": thalach, "oldpeak": oldpeak}
-        columns |= {"trestbps": rng.normal(130, 18, n).round(), "chol": rng.normal(240, 50, n).round()}
-        columns |= {"fbs": rng.integers(0, 2, n), "exang": rng.integers(0, 2, n), "ca": rng.integers(0, 4, n)}
+        columns |= {
+            "trestbps": rng.normal(130, 18, n).round(),
+            "chol": rng.normal(240, 50, n).round(),
+        }
+        columns |= {
+            "fbs": rng.integers(0, 2, n),
+            "exang": rng.integers(0, 2, n),
+            "ca": rng.integers(0, 4, n),
+        }
         columns |= {c: rng.integers(0, 3, n) for c in ("restecg", "slope", "thal")}
         table = pd.DataFrame(columns).astype(float)
         table = table.mask(rng.random(table.shape) < 0.1)
@@ -60,20 +74,35 @@ def hospitals(data: Path | None) -> dict[str, pd.DataFrame]:
     return tables
 
 
-def set_up(folder: Path, tables: dict[str, pd.DataFrame], me: str, options: Sequence[str] = ()) -> list[str]:
+def set_up(
+    folder: Path, tables: dict[str, pd.DataFrame], me: str, options: Sequence[str] = ()
+) -> list[str]:
     """Write the consortium's folders, each hospital's table in its own, and return the sites."""
     folder.mkdir(parents=True, exist_ok=True)
     tables[me].to_csv(folder / "mine.csv", index=False)
     sites = [name for name in tables if name != me]
     ports = free_ports(2)
-    command = [*COTERIE, "init", str(folder), "--data", str(folder / "mine.csv"), "--target", "ill", "--me", me]
+    command = [
+        *COTERIE,
+        "init",
+        str(folder),
+        "--data",
+        str(folder / "mine.csv"),
+        "--target",
+        "ill",
+        "--me",
+        me,
+    ]
     command += ["--server", "localhost", "--port", str(ports[0]), "--admin-port", str(ports[1])]
     command += [word for site in sites for word in ("--site", site)]
-    command += [word for column in ("cp", "restecg", "slope", "thal") for word in ("--categorical", column)]
+    command += [
+        word for column in ("cp", "restecg", "slope", "thal") for word in ("--categorical", column)
+    ]
     subprocess.run([*command, *options], check=True)
     for site in sites:
         kit = folder / "sites" / site
-        accept(kit, fingerprint(kit))  # a real site runs `coterie federate accept`, and compares with user 0
+        # a real site runs `coterie federate accept`, and compares with user 0
+        accept(kit, fingerprint(kit))
         tables[site].to_csv(kit / "data.csv", index=False)
     return sites
 
@@ -135,13 +164,17 @@ def main(folder: Path, data: Path | None, wrong: str | None, everyone: bool) -> 
         subprocess.run([*COTERIE, "run", str(folder)], check=True)
     place = folder / "sites" / "va" / "run" if everyone else folder / "run"
     for member in members if everyone else []:  # at four hospitals, each sees its own only
-        print(f"{member}: {(folder / 'sites' / member / 'run' / 'summary.txt').read_text(encoding='utf-8')}")
+        print(
+            f"{member}: {(folder / 'sites' / member / 'run' / 'summary.txt').read_text(encoding='utf-8')}"
+        )
     predict = [sys.executable, "-m", "coterie", "predict", str(place), str(folder / "mine.csv")]
     print(subprocess.run(predict, check=True, capture_output=True, text=True).stdout[:200])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--wrong", metavar="SITE", choices=[name for name in SIZES if name != "va"])

@@ -5,7 +5,9 @@ import torch
 import coterie
 
 task = coterie.data.digits_by_writer(me=3, own_examples=30)
-model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+model = torch.nn.Sequential(
+    torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+)
 run = coterie.train(
     model,
     torch.nn.functional.cross_entropy,

@@ -6,7 +6,8 @@ import coterie
 
 STEPS, PEERS, SIZE, NOISE, DRIFT = 3000, 10, 50, 10.0, 0.05
 NAMES = tuple(f"peer {k}" for k in range(PEERS))
-apart = 0.5 * torch.randn(PEERS, SIZE, generator=torch.Generator().manual_seed(0))  # from your truth, for good
+# from your truth, for good
+apart = 0.5 * torch.randn(PEERS, SIZE, generator=torch.Generator().manual_seed(0))
 
 
 def there(step: int) -> list[int]:
@@ -21,7 +22,8 @@ def tracked(rule: coterie.Rule, lr: float) -> float:
     state = rule.init(x)
     for step in range(STEPS):
         noise, present = NOISE * torch.randn(PEERS + 1, SIZE, generator=random), there(step)
-        rows = (x - truth - apart + noise[1:])[present]  # gradients of ½‖x − (truth + apart)‖², with noise
+        # gradients of ½‖x − (truth + apart)‖², with noise
+        rows = (x - truth - apart + noise[1:])[present]
         left_out = {NAMES[k]: "away" for k in range(PEERS) if k not in present}
         names = tuple(NAMES[k] for k in present)
         g = coterie.Gradients(own=x - truth + noise[0], rows=rows, names=names, left_out=left_out)
@@ -37,6 +39,9 @@ def least(rule: coterie.Rule) -> tuple[float, float]:
     return min((tracked(rule, lr), lr) for lr in (0.0025, 0.005, 0.01, 0.02))
 
 
-for name, rule in {"alone": coterie.Alone(), "bias correction": coterie.BiasCorrection(0.9, 0.002)}.items():
+for name, rule in {
+    "alone": coterie.Alone(),
+    "bias correction": coterie.BiasCorrection(0.9, 0.002),
+}.items():
     loss, lr = least(rule)
     print(f"{name}: {loss:.3f} at its best step size, {lr}")

@@ -1,9 +1,11 @@
 """Four users in four processes, each of which trains a model of its own with the others' gradients.
 
-    python examples/everyone.py         # is: torchrun --standalone --nproc-per-node 4 examples/everyone.py
+    python examples/everyone.py         # is: torchrun --standalone --nproc-per-node 4
+    examples/everyone.py
 
-Every process runs this script with the digits of one writer, and torchrun tells each its rank. How to start them on
-several machines is in docs/everyone.md. For a trusted network only: nothing is encrypted.
+Every process runs this script with the digits of one writer, and torchrun tells each its rank. How
+to start them on several machines is in docs/everyone.md. For a trusted network only: nothing is
+encrypted.
 """
 
 import os
@@ -42,5 +44,12 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main(int(os.environ["RANK"]))
     else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+        ]
         sys.exit(subprocess.call([*torchrun, __file__]))  # this very file

@@ -1,6 +1,7 @@
 """Keep your own training loop: what changes is where the gradient comes from.
 
-Here the peers' gradients are computed in place; they may as well come from anywhere else, as flat vectors.
+Here the peers' gradients are computed in place; they may as well come from anywhere else, as flat
+vectors.
 """
 
 import torch

@@ -49,7 +49,9 @@ def make_users() -> Users:
             targets = torch.arange(size) % n_classes
             return inputs, targets[torch.randperm(size, generator=generator)]
 
-        me = coterie.User("me", *examples(sizes[0]), validation=examples(held_out), test=examples(held_out))
+        me = coterie.User(
+            "me", *examples(sizes[0]), validation=examples(held_out), test=examples(held_out)
+        )
         return [me, *(coterie.User(f"peer {k}", *examples(n)) for k, n in enumerate(sizes[1:], 1))]
 
     return make

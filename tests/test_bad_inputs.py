@@ -23,5 +23,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_what_is_around_a_bad_input_is_good(tmp_path: Path) -> None:
-    with pytest.raises(CoterieError, match="the hook _stepped raised AssertionError: a step was taken"):
+    with pytest.raises(
+        CoterieError, match="the hook _stepped raised AssertionError: a step was taken"
+    ):
         train(tmp_path)

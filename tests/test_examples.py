@@ -30,7 +30,9 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
-def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+def printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Printed:
     """Give a function that runs an example in an empty folder, and returns what it prints."""
 
     def run(name: str) -> str:
@@ -57,22 +59,33 @@ def forked(name: str, folder: Path) -> str:
         with (folder / f"{number}.txt").open("w") as said, contextlib.redirect_stdout(said):
             runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
-    assert processes.Started([functools.partial(rank, number) for number in range(4)]).end() == [0] * 4
+    assert (
+        processes.Started([functools.partial(rank, number) for number in range(4)]).end() == [0] * 4
+    )
     return "".join((folder / f"{number}.txt").read_text() for number in range(4))
 
 
 def started(name: str, folder: Path) -> str:
     """Let an example start torchrun, as it does by itself."""
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # small models only wait for each other's threads
+    # small models only wait for each other's threads
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
+        command,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="starts six processes: COTERIE_SLOW=1 runs it")
+SLOW = pytest.mark.skipif(
+    not os.environ.get("COTERIE_SLOW"), reason="starts six processes: COTERIE_SLOW=1 runs it"
+)
 
 
 @pytest.mark.parametrize("run", [forked, pytest.param(started, marks=SLOW)])
@@ -88,7 +101,9 @@ def test_the_cluster_is_four_processes(run: Callable[[str, Path], str], tmp_path
 @SLOW
 def test_everyone_is_four_processes(tmp_path: Path) -> None:
     out = started("everyone", tmp_path)
-    assert sorted(re.findall(r"^(writer \d): ", out, re.MULTILINE)) == [f"writer {k}" for k in (0, 3, 5, 8)]
+    assert sorted(re.findall(r"^(writer \d): ", out, re.MULTILINE)) == [
+        f"writer {k}" for k in (0, 3, 5, 8)
+    ]
 
 
 def test_own_loop_learns(printed: Printed) -> None:
@@ -121,4 +136,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.startswith("http"):
             there = page.parent / target if target else page
             assert there.exists(), target
-            assert not anchor or there.suffix != ".md" or anchor in anchors(there), f"{target}#{anchor}"
+            assert not anchor or there.suffix != ".md" or anchor in anchors(there), (
+                f"{target}#{anchor}"
+            )

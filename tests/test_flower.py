@@ -35,7 +35,9 @@ def model() -> nn.Module:
 def trained(grid: DirectGrid, peers: int, steps: int = 20) -> coterie.Run:
     rule = coterie.WeightedAveraging(alpha=0.5)
     engine = FlowerGrid(grid, peers, patience=0.1, timeout=0.1)
-    return coterie.train(model(), LOSS, user("me"), [], rule, engine=engine, lr=0.1, steps=steps, guard="off")
+    return coterie.train(
+        model(), LOSS, user("me"), [], rule, engine=engine, lr=0.1, steps=steps, guard="off"
+    )
 
 
 def parameters(run: coterie.Run) -> torch.Tensor:
@@ -45,7 +47,14 @@ def parameters(run: coterie.Run) -> torch.Tensor:
 def test_a_run_is_the_one_in_process() -> None:
     peers = [user("a", 2.0), user("b", 3.0)]
     here = coterie.train(
-        model(), LOSS, user("me"), peers, coterie.WeightedAveraging(alpha=0.5), lr=0.1, steps=20, guard="off"
+        model(),
+        LOSS,
+        user("me"),
+        peers,
+        coterie.WeightedAveraging(alpha=0.5),
+        lr=0.1,
+        steps=20,
+        guard="off",
     )
     there = trained(DirectGrid(map(app_of, peers)), 2)
     assert torch.allclose(parameters(here), parameters(there), atol=1e-6)
@@ -59,9 +68,14 @@ def app_of(peer: coterie.User) -> ClientApp:
 
 
 def test_caps_count_over_processes_that_are_forgotten(tmp_path: Path) -> None:
-    def fresh(message: Message, context: Context) -> Message:  # Flower starts a process for each message
+    # Flower starts a process for each message
+    def fresh(message: Message, context: Context) -> Message:
         app = client_app(
-            lambda _: user("a"), lambda _: model(), LOSS, caps=Caps(gradients=3), log_of=lambda _: tmp_path / "log"
+            lambda _: user("a"),
+            lambda _: model(),
+            LOSS,
+            caps=Caps(gradients=3),
+            log_of=lambda _: tmp_path / "log",
         )
         return app(message, context)
 
@@ -98,7 +112,11 @@ def test_bad_settings() -> None:
 
 
 def test_records_give_back_what_they_were_made_of() -> None:
-    value = {"a": [1, 2.5, None, "x"], "b": {"array": np.arange(6, dtype=np.int16).reshape(2, 3)}, "c": (True,)}
+    value = {
+        "a": [1, 2.5, None, "x"],
+        "b": {"array": np.arange(6, dtype=np.int16).reshape(2, 3)},
+        "c": (True,),
+    }
     back = from_record(to_record(value))
     assert back["a"] == value["a"]
     assert back["c"] == [True]

@@ -35,7 +35,10 @@ def test_all_that_was_written_is_compared() -> None:
 
 
 def test_what_a_comparison_says() -> None:
-    vectors = {"numbers": {"a": torch.tensor([1.0, math.nan]), "b": torch.arange(50.0)}, "state": {}}
+    vectors = {
+        "numbers": {"a": torch.tensor([1.0, math.nan]), "b": torch.arange(50.0)},
+        "state": {},
+    }
     stored = frozen.frozen(vectors)
     assert frozen.differences(frozen.frozen(vectors), stored) == {}
     vectors["numbers"]["b"] = torch.arange(50.0).double() * (1 + 1e-6)
@@ -43,7 +46,9 @@ def test_what_a_comparison_says() -> None:
     assert changes["numbers"][0] == pytest.approx(1e-6, rel=0.1)
     assert frozen.said(changes).startswith("rounding (1e-06) in numbers")
     vectors["numbers"]["a"] = torch.tensor([1.1, math.nan])
-    assert frozen.said(frozen.differences(frozen.frozen(vectors), stored)).startswith("CHANGED (0.091)")
+    assert frozen.said(frozen.differences(frozen.frozen(vectors), stored)).startswith(
+        "CHANGED (0.091)"
+    )
     del vectors["numbers"]["a"]
     assert "'a' is gone" in frozen.said(frozen.differences(frozen.frozen(vectors), stored))
     assert frozen.apart([math.nan, 1.0], [1.0, 1.0]) == math.inf

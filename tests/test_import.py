@@ -13,7 +13,18 @@ import pytest
 import coterie
 from coterie.cli import COMMANDS, _command
 
-HEAVY = {"matplotlib", "sklearn", "typer", "rich", "pandas", "pyarrow", "jinja2", "skops", "tensorboard", "click"}
+HEAVY = {
+    "matplotlib",
+    "sklearn",
+    "typer",
+    "rich",
+    "pandas",
+    "pyarrow",
+    "jinja2",
+    "skops",
+    "tensorboard",
+    "click",
+}
 
 
 def modules_after(*code: str) -> list[set[str]]:

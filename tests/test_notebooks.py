@@ -29,7 +29,9 @@ def cells(text: str) -> list[str]:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_run(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if notebook.stem in PROCESSES and not os.environ.get("COTERIE_SLOW"):
-        pytest.skip("starts a consortium's processes, as test_consortium.py does; COTERIE_SLOW=1 runs it here too")
+        pytest.skip(
+            "starts a consortium's processes, as test_consortium.py does; COTERIE_SLOW=1 runs it here too"
+        )
     text = notebook.read_text(encoding="utf-8")
     for long, short in SHORTER.get(notebook.stem, {}).items():
         assert text.count(long) == 1

@@ -24,7 +24,9 @@ def load(path: Path) -> Any:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_call_make_targets_that_exist(path: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     workflow = load(path)
     assert workflow["permissions"] == {"contents": "read"}
     called: set[str] = set()
@@ -42,7 +44,9 @@ def test_what_continuous_integration_runs_is_what_the_hosted_workflow_runs() -> 
     here = {
         target
         for name in ("run", "release")
-        for target in re.findall(r"^make (\S+)", (ROOT / ".ci" / name).read_text(encoding="utf-8"), re.MULTILINE)
+        for target in re.findall(
+            r"^make (\S+)", (ROOT / ".ci" / name).read_text(encoding="utf-8"), re.MULTILINE
+        )
     }
     assert here <= set(
         load(ROOT / ".github/workflows/test.yml")["jobs"]["make"]["strategy"]["matrix"]["target"]
@@ -51,19 +55,39 @@ def test_what_continuous_integration_runs_is_what_the_hosted_workflow_runs() -> 
 
 def test_the_lock_has_what_is_needed_with_hashes_and_agrees_with_the_constraints() -> None:
     locked = dict(
-        re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+        re.findall(
+            r"^([\w.-]+)==(\S+) \\\n    --hash",
+            (ROOT / "requirements.lock").read_text(),
+            re.MULTILINE,
+        )
     )
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     pinned = {name.lower(): version for name, version in pinned.items()}
-    needed = {"numpy", "scipy", "scikit-learn", "pandas", "pyarrow", "skops", "typer", "nvflare", "dp-accounting"}
+    needed = {
+        "numpy",
+        "scipy",
+        "scikit-learn",
+        "pandas",
+        "pyarrow",
+        "skops",
+        "typer",
+        "nvflare",
+        "dp-accounting",
+    }
     assert needed <= locked.keys()
     assert "torch" not in locked, "it comes in many builds"
-    assert {name: version for name, version in locked.items() if pinned.get(name, version) != version} == {}
+    assert {
+        name: version for name, version in locked.items() if pinned.get(name, version) != version
+    } == {}
 
 
 def test_the_container_has_no_root_and_no_compiler() -> None:
     lines = [
-        line for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines() if line[:1] not in "# "
+        line
+        for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+        if line[:1] not in "# "
     ]
     last = max(number for number, line in enumerate(lines) if line.startswith("FROM "))
     assert [line for line in lines[last:] if line.startswith("USER ")] == ["USER 10001"]
@@ -82,7 +106,14 @@ def test_the_consortium_of_containers_runs_commands_that_exist() -> None:
     starts = [place for place, word in enumerate(words) if word == "coterie"]
     commands = [words[place + 1 : place + 3] for place in starts]
     commands += [service["command"][:2] for name, service in services.items() if name != "setup"]
-    assert sorted(name for _, name in commands) == ["accept", "init", "run", "server", "site", "site"]
+    assert sorted(name for _, name in commands) == [
+        "accept",
+        "init",
+        "run",
+        "server",
+        "site",
+        "site",
+    ]
     for command in commands:
         answer = CliRunner().invoke(app, [*command, "--help"])
         assert answer.exit_code == 0

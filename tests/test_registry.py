@@ -13,7 +13,14 @@ import pytest
 from coterie.aggregators import AGGREGATORS
 from coterie.errors import KnobError, UserCodeError
 from coterie.methods import METHODS, Method
-from coterie.registry import IMPORTS, FromRun, Registry, RunFacts, import_from_environment, import_user_code
+from coterie.registry import (
+    IMPORTS,
+    FromRun,
+    Registry,
+    RunFacts,
+    import_from_environment,
+    import_user_code,
+)
 from coterie.rules import RULES, Rule, WeightedAveraging
 
 RUN = RunFacts(own_examples=10, peers={"a": 20, "b": 10, "c": 30}, steps=60)
@@ -56,7 +63,8 @@ def test_a_name_is_taken_once_but_for_the_same_definition() -> None:
     first, again = defined(), defined()
     registry.register("one", first)
     registry.register("one", first)
-    assert registry.register("one", again) is registry["one"]  # as when a cell of a notebook is run again
+    # as when a cell of a notebook is run again
+    assert registry.register("one", again) is registry["one"]
     with pytest.raises(KnobError, match="the thing 'one' is already"):
         registry.register("one", dict)
     registry.register("two", lambda: 1)
@@ -67,7 +75,8 @@ def test_a_name_is_taken_once_but_for_the_same_definition() -> None:
 def test_building_takes_defaults_knobs_and_facts_of_the_run() -> None:
     entry = RULES.entry("pooled")
     assert entry.build({}, RUN) == WeightedAveraging(6 / 7, {"a": 1 / 3, "b": 1 / 6, "c": 1 / 2})
-    with pytest.raises(KnobError, match="'pooled' takes no `tau`; it takes aggregator"):  # it would not be pooled
+    # it would not be pooled
+    with pytest.raises(KnobError, match="'pooled' takes no `tau`; it takes aggregator"):
         entry.build({"tau": {"a": 1.0}}, RUN)
     assert RULES.entry("wga").build({"alpha": 0.3}, RUN) == WeightedAveraging(0.3)
     assert RULES.entry("stream").build({}, RUN).horizon == 60
@@ -83,8 +92,12 @@ def test_building_takes_defaults_knobs_and_facts_of_the_run() -> None:
     assert registry.entry("needy").build({"alpha": half}, RUN) == WeightedAveraging(0.5 / 6)
 
 
-@pytest.mark.parametrize(("registry", "kind"), [(RULES, Rule), (METHODS, Method), (AGGREGATORS, object)])
-def test_everything_built_in_is_described_and_can_be_built(registry: Registry[Any], kind: type) -> None:
+@pytest.mark.parametrize(
+    ("registry", "kind"), [(RULES, Rule), (METHODS, Method), (AGGREGATORS, object)]
+)
+def test_everything_built_in_is_described_and_can_be_built(
+    registry: Registry[Any], kind: type
+) -> None:
     for name in registry:
         entry = registry.entry(name)
         assert entry.description.endswith("."), name
@@ -98,14 +111,23 @@ def package(folder: Path, name: str, points: str, code: str = "") -> None:
     (folder / f"{name}.py").write_text(code, encoding="utf-8")
     about = folder / f"{name}-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8"
+    )
     (about / "entry_points.txt").write_text(points, encoding="utf-8")
 
 
-def test_other_packages_add_theirs_by_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_packages_add_theirs_by_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = 'def theirs():\n    "Come from elsewhere."\n'
     package(tmp_path, "friendly", "[example.things]\ntheirs = friendly:theirs\n", code)
-    package(tmp_path, "broken", "[example.things]\nbad = broken:absent\nmine = broken:mine\n", "mine = 1\n")
+    package(
+        tmp_path,
+        "broken",
+        "[example.things]\nbad = broken:absent\nmine = broken:mine\n",
+        "mine = 1\n",
+    )
     monkeypatch.syspath_prepend(tmp_path)
     registry = new("example.things")
     registry.register("mine", dict)
@@ -121,7 +143,9 @@ def test_other_packages_add_theirs_by_entry_points(tmp_path: Path, monkeypatch: 
     assert registry["mine"] is dict
 
 
-def test_a_users_own_file_or_module_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_file_or_module_is_imported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
     for name in ("own_file", "own_module"):
         code = f"with open({str(log)!r}, 'a') as log:\n    log.write('{name} ')\n"
@@ -137,12 +161,17 @@ def test_a_users_own_file_or_module_is_imported_once(tmp_path: Path, monkeypatch
 def test_what_cannot_be_imported_is_told(tmp_path: Path) -> None:
     with pytest.raises(KnobError, match=r"names 'nothing.py', which is not there"):
         import_user_code("nothing.py")
-    with pytest.raises(KnobError, match=r"names the module 'no_such.module', which cannot be found"):
+    with pytest.raises(
+        KnobError, match=r"names the module 'no_such.module', which cannot be found"
+    ):
         import_user_code("no_such.module")
     (tmp_path / "lacking.py").write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         import_user_code(str(tmp_path / "lacking.py"))
-    for text, words in (("1 / 0", "ZeroDivisionError: division by zero"), ("def", "SyntaxError: .* line 1")):
+    for text, words in (
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def", "SyntaxError: .* line 1"),
+    ):
         (tmp_path / "broken.py").write_text(text, encoding="utf-8")
         for _ in range(2):  # the half that was imported is not taken for the whole
             with pytest.raises(UserCodeError, match=f"`--import` of .*broken.py' raised {words}"):
@@ -153,7 +182,10 @@ def documented(page: str, head: str) -> dict[str, str]:
     """Return what a table of the docs calls by each registered name."""
     text = (Path(__file__).parent.parent / "docs" / page).read_text(encoding="utf-8")
     table = text[text.index(f"| {head} | name |") :].partition("\n\n")[0]
-    return {name: thing for thing, name in re.findall(r"^\| `([^`]+)`[^|]*\| `([^`]+)` \|", table, re.MULTILINE)}
+    return {
+        name: thing
+        for thing, name in re.findall(r"^\| `([^`]+)`[^|]*\| `([^`]+)` \|", table, re.MULTILINE)
+    }
 
 
 def test_the_docs_know_every_method_and_aggregator() -> None:
@@ -161,11 +193,15 @@ def test_the_docs_know_every_method_and_aggregator() -> None:
     assert set(METHODS) <= set(methods) <= {*METHODS, *RULES}
     for name in METHODS:
         assert methods[name].startswith(METHODS[name].__name__)
-    assert documented("aggregators.md", "aggregator") == {name: AGGREGATORS[name].__name__ for name in AGGREGATORS}
+    assert documented("aggregators.md", "aggregator") == {
+        name: AGGREGATORS[name].__name__ for name in AGGREGATORS
+    }
 
 
 @pytest.mark.parametrize("name", [3, "", "two words", "a,b", "line\n"])
 def test_a_name_that_could_not_be_written_in_a_list_is_refused(name: Any) -> None:
     shapes: Registry[object] = Registry("shape", "example.shapes")
-    with pytest.raises(KnobError, match="the name of a shape must be a text without blanks and commas, got"):
+    with pytest.raises(
+        KnobError, match="the name of a shape must be a text without blanks and commas, got"
+    ):
         shapes.register(name, object())

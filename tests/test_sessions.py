@@ -24,7 +24,9 @@ def test_a_table_by_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.Mon
     table = visits(90)[["hospital", "age", "pressure", "smoker", "ill"]]
     table.to_csv("visits.csv", index=False)
     table[:7].drop(columns="ill").to_csv("new_visits.csv", index=False)
-    session = next(block for block in blocks(ROOT / "README.md", "console") if "coterie train --data" in block)
+    session = next(
+        block for block in blocks(ROOT / "README.md", "console") if "coterie train --data" in block
+    )
     for line in session.splitlines():
         command, _, file = line.removeprefix("$ coterie ").partition(" > ")
         result = CliRunner().invoke(app, shlex.split(command, comments=True))
@@ -35,10 +37,14 @@ def test_a_table_by_the_readmes_commands(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Geneva" in Path("run/index.html").read_text(encoding="utf-8")
 
 
-def test_a_table_by_the_commands_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_by_the_commands_of_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     table = visits(120).drop(columns="days").assign(patient=lambda f: [f"P{i}" for i in f.index])
-    table.assign(discharged=table["ill"].map({"ill": "late", "well": "early"})).to_csv("visits.csv", index=False)
+    table.assign(discharged=table["ill"].map({"ill": "late", "well": "early"})).to_csv(
+        "visits.csv", index=False
+    )
     table[:7].drop(columns="ill").to_csv("new_visits.csv", index=False)
     (session,) = blocks(ROOT / "docs" / "tables.md", "console")
     for line in session.splitlines():
@@ -47,7 +53,13 @@ def test_a_table_by_the_commands_of_its_page(tmp_path: Path, monkeypatch: pytest
         assert "looks like" not in result.stderr
         assert "alone tells" not in result.stderr
     predictions = pd.read_csv("predictions.csv")
-    assert list(predictions) == ["patient", "prediction", "set", "probability_ill", "probability_well"]
+    assert list(predictions) == [
+        "patient",
+        "prediction",
+        "set",
+        "probability_ill",
+        "probability_well",
+    ]
     assert predictions["patient"].tolist() == [f"P{i}" for i in range(7)]
 
 

@@ -13,8 +13,15 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def named_in(page: Path) -> set[str]:
     """Return the pages that a page lists."""
-    lists = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return {line for one in lists for line in one.splitlines() if line and not line.startswith((":", "%"))}
+    lists = re.findall(
+        r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return {
+        line
+        for one in lists
+        for line in one.splitlines()
+        if line and not line.startswith((":", "%"))
+    }
 
 
 def test_every_rule_has_a_page_with_its_picture() -> None:

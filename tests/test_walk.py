@@ -29,7 +29,9 @@ def test_the_walk_that_is_shown_is_taken() -> None:
     shown = re.findall(r"^(\S+\.py)\s+(\S+)", section, flags=re.MULTILINE)
     taken = iter(walk.walk)
     assert len(shown) >= 8
-    assert all(each in taken for each in shown), "the functions shown are not called, or not in this order"
+    assert all(each in taken for each in shown), (
+        "the functions shown are not called, or not in this order"
+    )
     _, functions, files, packages, classes, _ = walk.row()
     counted = {"functions": functions, "files": files, "packages": packages, "classes": classes}
     assert all(counted[name] <= most for name, most in AT_MOST.items()), counted

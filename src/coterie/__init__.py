@@ -1,7 +1,7 @@
 """Train your model with your peers' gradients: personalized collaborative learning in PyTorch.
 
-The public names are those of `coterie.public`. They and the packages are imported when they are first used, so that
-`coterie --help` does not wait for torch.
+The public names are those of `coterie.public`. They and the packages are imported when they are
+first used, so that `coterie --help` does not wait for torch.
 """
 
 import importlib

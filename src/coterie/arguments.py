@@ -1,11 +1,13 @@
-"""Arguments: what may be given, said in one place. A check takes a value as it is meant, or refuses it.
+"""Arguments: what may be given, said in one place.
+
+A check takes a value as it is meant, or refuses it.
 
 What has arguments says by a table of checks what they may be; `check_fields` goes through it.
 
     LIMITS = {"steps": COUNT, "lr": optional(POSITIVE)}
 
-A description is a dataclass whose fields say it themselves, with a sentence of help. Functions, commands and files
-that take such a description take its fields.
+A description is a dataclass whose fields say it themselves, with a sentence of help. Functions,
+commands and files that take such a description take its fields.
 
     steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
 """
@@ -58,12 +60,22 @@ class Check:
         try:
             return self.read(value)
         except (TypeError, ValueError, OverflowError):
-            remedy = next((f"; {do}" for kind, do in (self.remedies or {}).items() if isinstance(value, kind)), "")
+            remedy = next(
+                (
+                    f"; {do}"
+                    for kind, do in (self.remedies or {}).items()
+                    if isinstance(value, kind)
+                ),
+                "",
+            )
             raise self.error(f"`{name}` must {self.words}, got {shown(value)}{remedy}") from None
 
 
 def whole(least: int, most: int | None = None) -> Check:
-    """Return the check of a whole number, of Python, NumPy or torch; True is none, and neither is 5.0."""
+    """Return the check of a whole number, of Python, NumPy or torch.
+
+    True is none, and neither is 5.0.
+    """
 
     def read(value: Any) -> int:
         if isinstance(value, bool):
@@ -73,7 +85,10 @@ def whole(least: int, most: int | None = None) -> Check:
             raise ValueError
         return number
 
-    return Check(f"be a whole number, {f'at least {least}' if most is None else f'from {least} to {most}'}", read)
+    return Check(
+        f"be a whole number, {f'at least {least}' if most is None else f'from {least} to {most}'}",
+        read,
+    )
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Check:
@@ -95,7 +110,10 @@ def one_of(*values: Any) -> Check:
     names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
 
     def read(value: Any) -> Any:
-        if not any(value is v or (isinstance(v, str) and isinstance(value, str) and value == v) for v in values):
+        if not any(
+            value is v or (isinstance(v, str) and isinstance(value, str) and value == v)
+            for v in values
+        ):
             raise ValueError
         return value
 
@@ -118,11 +136,15 @@ def instance(
     return Check(f"be {words}", read, error, remedies)
 
 
-def function(words: str, remedies: Remedies | None = None, error: type[CoterieError] = KnobError) -> Check:
+def function(
+    words: str, remedies: Remedies | None = None, error: type[CoterieError] = KnobError
+) -> Check:
     """Return the check of what is called."""
 
     def read(value: Any) -> Any:
-        if not callable(value) or isinstance(value, tuple(k for k in (remedies or {}) if isinstance(k, type))):
+        if not callable(value) or isinstance(
+            value, tuple(k for k in remedies or {} if isinstance(k, type))
+        ):
             raise TypeError
         return value
 
@@ -143,7 +165,9 @@ def either(first: Check, second: Check) -> Check:
 
 def optional(check: Check) -> Check:
     """Return the same check, with None for what is left out."""
-    return replace(check, words=f"{check.words}, or None", read=lambda v: None if v is None else check.read(v))
+    return replace(
+        check, words=f"{check.words}, or None", read=lambda v: None if v is None else check.read(v)
+    )
 
 
 def listed(check: Check, words: str, remedies: Remedies | None = None) -> Check:
@@ -161,7 +185,9 @@ def mapped(check: Check, words: str, remedies: Remedies | None = None) -> Check:
     """Return the check of a mapping from names to values, each by a check of its own."""
 
     def read(value: Any) -> Any:
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+        if not isinstance(value, Mapping) or not all(
+            isinstance(name, str) and name for name in value
+        ):
             raise TypeError
         for each in value.values():
             check.read(each)
@@ -194,7 +220,10 @@ def check_fields(thing: object, checks: Mapping[str, Check]) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field of a description says of itself: `Annotated[int, Setting("Steps to take.", COUNT)]`."""
+    """What a field of a description says of itself.
+
+    `Annotated[int, Setting("Steps to take.", COUNT)]`.
+    """
 
     help: str  # what it does, as the documentation of functions and commands says it
     check: Check = ANYTHING  # what it may be
@@ -213,17 +242,24 @@ def settings_of(description: Callable[..., Any]) -> Mapping[str, Setting]:
         'Steps to take.'
     """
     hints = get_type_hints(description, include_extras=True)
-    notes = {name: note for name, hint in hints.items() for note in getattr(hint, "__metadata__", ())}
+    notes = {
+        name: note for name, hint in hints.items() for note in getattr(hint, "__metadata__", ())
+    }
     return {name: note for name, note in notes.items() if isinstance(note, Setting)}
 
 
 def check_settings(thing: Any) -> None:
     """Let the settings of a frozen dataclass be what they are meant to be, or refuse them."""
-    check_fields(thing, {name: setting.check for name, setting in settings_of(thing.__class__).items()})
+    check_fields(
+        thing, {name: setting.check for name, setting in settings_of(thing.__class__).items()}
+    )
 
 
 def default_of(field: Field[Any]) -> Any:
-    """Return what a field is where it is left out; `inspect.Parameter.empty` where it may not be."""
+    """Return what a field is where it is left out.
+
+    `inspect.Parameter.empty` where it may not be.
+    """
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
@@ -237,7 +273,9 @@ Result = TypeVar("Result")
 def takes_fields_of(
     description: Callable[P, Described],
 ) -> Callable[[Callable[[Described], Result]], Callable[P, Result]]:
-    """Let a function of a description take the fields of it: type checkers, editors and `help` see those.
+    """Let a function of a description take the fields of it.
+
+    Type checkers, editors and `help` see those.
 
     The fields are documented by what their settings say, before the example in the docstring.
 
@@ -267,10 +305,14 @@ def takes_fields_of(
 
         hints, returned = get_type_hints(description), inspect.signature(function).return_annotation
         seen = inspect.signature(description)
-        parameters = [each.replace(annotation=hints[name]) for name, each in seen.parameters.items()]
+        parameters = [
+            each.replace(annotation=hints[name]) for name, each in seen.parameters.items()
+        ]
         seen = seen.replace(parameters=parameters, return_annotation=returned)
         call.__signature__ = seen  # type: ignore[attr-defined]  # what `inspect` looks for
-        call.__doc__ = _documented(inspect.getdoc(function) or "", settings_of(description), list(seen.parameters))
+        call.__doc__ = _documented(
+            inspect.getdoc(function) or "", settings_of(description), list(seen.parameters)
+        )
         return call
 
     return taking
@@ -280,12 +322,18 @@ def _documented(text: str, settings: Mapping[str, Setting], names: list[str]) ->
     """Return a docstring with a description of the arguments before its example."""
     about, example, code = text.partition("\nExample:\n")
     lines = [f"{name}: {settings[name].help}" for name in names]
-    wrapped = [textwrap.fill(line, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in lines]
+    wrapped = [
+        textwrap.fill(line, 112, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for line in lines
+    ]
     return "\n".join([about.rstrip(), "", "Args:", *wrapped, example + code])
 
 
 def is_text(value: str) -> bool:
-    """Say whether a text can be written to a file and shown in one line: no half characters, no control ones."""
+    """Say whether a text can be written to a file and shown in one line.
+
+    No half characters, no control ones.
+    """
     return not any(category(character) in ("Cc", "Cs") for character in value)
 
 

@@ -15,7 +15,10 @@ class KnobError(CoterieError, ValueError):
 
 
 class DataError(CoterieError, ValueError):
-    """Examples that cannot be learned from: empty, of one class, of unequal lengths, without a target."""
+    """Examples that cannot be learned from.
+
+    Empty, of one class, of unequal lengths, without a target.
+    """
 
 
 class ModelError(CoterieError, ValueError):
@@ -40,7 +43,9 @@ class CheckpointError(FileError):
 
 
 class GradientError(CoterieError, ArithmeticError):
-    """User 0's own gradient, or what the rule makes of all, is NaN or infinite: nothing sensible can follow.
+    """User 0's own gradient, or what the rule makes of all, is NaN or infinite.
+
+    Nothing sensible can follow.
 
     Args:
         message: what happened and where the state is.
@@ -67,11 +72,16 @@ class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what hap
 
 
 class MaskError(CoterieError, ArithmeticError):
-    """A masked sum that cannot be had: a part that is not finite or too large, keys or masks that do not fit."""
+    """A masked sum that cannot be had.
+
+    A part that is not finite or too large, keys or masks that do not fit.
+    """
 
 
 class UserCodeError(CoterieError, RuntimeError):
-    """Code of your own raised: a hook, metric, stream, data set, model, loss, optimizer, scheduler or rule.
+    """Code of your own raised.
+
+    A hook, metric, stream, data set, model, loss, optimizer, scheduler or rule.
 
     What it raised is this error's `__cause__`.
 
@@ -105,7 +115,9 @@ def blaming(whose: str) -> Iterator[None]:
 
 
 def printable(text: object, most: int = 200) -> str:
-    r"""Return a text that comes from elsewhere as it can stand in a message: one line, no codes for a terminal.
+    r"""Return a text that comes from elsewhere as it can stand in a message.
+
+    One line, no codes for a terminal.
 
     Example:
         >>> printable("a\x1b[2J\nb")
@@ -117,12 +129,15 @@ def printable(text: object, most: int = 200) -> str:
 def not_installed(package: str, extra: str) -> str:
     """Say that a package is missing, and the command that brings what this extra of coterie needs.
 
-    The command names the packages themselves: coterie is in no package index, and its name there may be anybody's.
+    The command names the packages themselves: coterie is in no package index, and its name there
+    may be anybody's.
 
     Example:
         >>> not_installed("NVFLARE", "flare")
         'NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`'
     """
     needs = [each.partition(";") for each in metadata.requires("coterie") or ()]
-    names = [f'"{need.strip()}"' for need, _, marker in needs if f'"{extra}"' in marker.replace("'", '"')]
+    names = [
+        f'"{need.strip()}"' for need, _, marker in needs if f'"{extra}"' in marker.replace("'", '"')
+    ]
     return f"{package} is not installed; `pip install {' '.join(names)}`"

@@ -1,8 +1,9 @@
 """coterie over Flower: user 0 is the ServerApp, every peer a SuperNode.
 
-A SuperNode gives gradients, and takes steps of its own, by the same `Peer` as everywhere, within its caps and with
-its privacy. Flower carries the messages: its TLS and its node keys say who may take part. Its deployment starts a
-process for every message, about 20 s; so ask rarely there (`local_steps`, a method in rounds). See docs/flower.md.
+A SuperNode gives gradients, and takes steps of its own, by the same `Peer` as everywhere, within
+its caps and with its privacy. Flower carries the messages: its TLS and its node keys say who may
+take part. Its deployment starts a process for every message, about 20 s; so ask rarely there
+(`local_steps`, a method in rounds). See docs/flower.md.
 """
 
 import json
@@ -29,7 +30,9 @@ try:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid
 except ImportError as error:
-    raise ImportError("coterie.flower needs Flower: install flwr 1.41, the extra `flower` of coterie") from error
+    raise ImportError(
+        "coterie.flower needs Flower: install flwr 1.41, the extra `flower` of coterie"
+    ) from error
 
 __all__ = ["FlowerGrid", "FlowerSites", "client_app"]
 
@@ -54,18 +57,22 @@ def client_app(
         loss: as in `train`.
         caps: what the peer gives at most; see `Caps`.
         privacy: what the peer promises about each example; see `Privacy`.
-        log_of: the file in which requests are counted. Caps and privacy need it, since Flower forgets a ClientApp
-            after each message.
+        log_of: the file in which requests are counted. Caps and privacy need it, since Flower
+            forgets a ClientApp after each message.
 
     Example:
         >>> import torch, coterie.flower  # doctest: +SKIP
         >>> app = coterie.flower.client_app(my_user, my_model, torch.nn.CrossEntropyLoss())  # doctest: +SKIP
     """
-    if log_of is None and (privacy is not None or (caps is not None and caps.gradients is not None)):
+    if log_of is None and (
+        privacy is not None or (caps is not None and caps.gradients is not None)
+    ):
         raise KnobError(
-            "`log_of` must name a file: Flower forgets a ClientApp after each message, and so its counts"
+            "`log_of` must name a file: Flower forgets a ClientApp after each message, and so its"
+            " counts"
         )
-    known: dict[tuple[int, int], Responder] = {}  # where Flower keeps the process, the model is built once
+    # where Flower keeps the process, the model is built once
+    known: dict[tuple[int, int], Responder] = {}
 
     def responder(context: Context) -> Responder:
         place = context.run_id, context.node_id
@@ -83,26 +90,33 @@ def client_app(
 
     @app.query("ready")
     def ready(message: Message, context: Context) -> Message:
-        return Message(to_record(responder(context).ready(**from_record(message.content))), reply_to=message)
+        return Message(
+            to_record(responder(context).ready(**from_record(message.content))), reply_to=message
+        )
 
     @app.query("gradients")
     def gradients(message: Message, context: Context) -> Message:
-        return Message(to_record(responder(context).gradients(**from_record(message.content))), reply_to=message)
+        return Message(
+            to_record(responder(context).gradients(**from_record(message.content))),
+            reply_to=message,
+        )
 
     return app
 
 
 @dataclass(frozen=True)
 class FlowerGrid:
-    """What makes an engine over the SuperNodes of a run: `train(…, engine=FlowerGrid(grid))` in a ServerApp.
+    """What makes an engine over the SuperNodes of a run.
+
+    `train(…, engine=FlowerGrid(grid))` in a ServerApp.
 
     Args:
         grid: what Flower hands to the ServerApp.
         peers: how many SuperNodes to wait for.
         patience: seconds to wait for them, and for their names.
         timeout: seconds to wait for a SuperNode in one exchange.
-        knobs: further arguments of `Remote`, such as `minimum`. Masked sums need a process that stays, which a
-            SuperNode is not; Flower has secure aggregation of its own.
+        knobs: further arguments of `Remote`, such as `minimum`. Masked sums need a process that
+            stays, which a SuperNode is not; Flower has secure aggregation of its own.
 
     Example:
         >>> import coterie.flower  # doctest: +SKIP
@@ -121,7 +135,8 @@ class FlowerGrid:
         POSITIVE("timeout", self.timeout)
         for name in {"secure_sums", "compress"} & set(self.knobs):
             raise KnobError(
-                f"`{name}` must be left out over Flower: it needs a peer whose process stays between messages"
+                f"`{name}` must be left out over Flower: it needs a peer whose process stays"
+                " between messages"
             )
 
     def __call__(
@@ -136,7 +151,12 @@ class FlowerGrid:
     ) -> Remote:
         """Wait for the SuperNodes, ask for their names, and return the engine."""
         sites = FlowerSites(self.grid, self._named())
-        how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "timeout": self.timeout, **self.knobs}
+        how: dict[str, Any] = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "timeout": self.timeout,
+            **self.knobs,
+        }
         return Remote(model, loss, me, peers, sites=sites, names=list(sites.nodes), **how)
 
     def _named(self) -> dict[str, int]:
@@ -145,8 +165,8 @@ class FlowerGrid:
         while len(nodes := list(self.grid.get_node_ids())) < self.peers:
             if time.monotonic() > ends:
                 raise DataError(
-                    f"{len(nodes)} of {self.peers} SuperNodes are connected after {self.patience:g} s; start the "
-                    "others, or lower `peers`"
+                    f"{len(nodes)} of {self.peers} SuperNodes are connected after {self.patience:g}"
+                    " s; start the others, or lower `peers`"
                 )
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
@@ -156,11 +176,15 @@ class FlowerGrid:
             name = reply.get("name") if isinstance(reply, dict) else None
             if not isinstance(name, str) or name in names:
                 raise DataError(
-                    f"the SuperNode {node} gave the name {name!r:.100}; every peer must have a name of its own"
+                    f"the SuperNode {node} gave the name {name!r:.100}; every peer must have a name"
+                    " of its own"
                 )
             names[name] = int(node)
         if len(names) < self.peers:
-            raise DataError(f"{len(names)} of {self.peers} SuperNodes told their names; see the logs of the others")
+            raise DataError(
+                f"{len(names)} of {self.peers} SuperNodes told their names; see the logs of the"
+                " others"
+            )
         return dict(sorted(names.items()))
 
 
@@ -170,7 +194,9 @@ class FlowerSites:
     def __init__(self, grid: Grid, nodes: Mapping[str, int]) -> None:
         self.grid, self.nodes = grid, nodes
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> "FlowerReplies":
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> "FlowerReplies":
         """Send a message to SuperNodes; see `Sites.ask`."""
         content = to_record(arguments)
         sent = {
@@ -209,7 +235,10 @@ class FlowerReplies:
 
 
 def to_record(value: Mapping[str, Any]) -> RecordDict:
-    """Return plain data and arrays as Flower carries them: arrays by number, and JSON that refers to them."""
+    """Return plain data and arrays as Flower carries them.
+
+    Arrays by number, and JSON that refers to them.
+    """
     arrays: dict[str, Array] = {}
 
     def plain(part: Any) -> Any:
@@ -227,7 +256,10 @@ def to_record(value: Mapping[str, Any]) -> RecordDict:
 
 
 def from_record(record: RecordDict) -> Any:
-    """Return what `to_record` packed; None where the record is no such thing, as a wrong sender may make it."""
+    """Return what `to_record` packed.
+
+    None where the record is no such thing, as a wrong sender may make it.
+    """
 
     def full(part: Any) -> Any:
         ((kind, held),) = part.items()

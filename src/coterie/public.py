@@ -1,4 +1,7 @@
-"""The public names, as `coterie` offers them; `import coterie` imports this when the first of them is used."""
+"""The public names, as `coterie` offers them.
+
+`import coterie` imports this when the first of them is used.
+"""
 
 from coterie import aggregators, data, errors, theory
 from coterie.aggregators import register_aggregator

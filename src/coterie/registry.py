@@ -1,7 +1,8 @@
 """Registries: a rule, method, aggregator, data set, metric or tracker becomes known everywhere by one line.
 
-The command line, the benchmark and the docs read names from here. Another package adds its own by an entry point
-of the registry's group, for instance `coterie.rules`; a script or a notebook by a decorator or a call.
+The command line, the benchmark and the docs read names from here. Another package adds its own by
+an entry point of the registry's group, for instance `coterie.rules`; a script or a notebook by a
+decorator or a call.
 """
 
 import importlib
@@ -37,7 +38,9 @@ class RunFacts:
     def sizes(self) -> dict[str, int]:
         """How many examples each peer has; an error where one does not say."""
         if silent := [name for name, n in self.peers.items() if n is None]:
-            raise KnobError(f"the rule needs the number of examples of {silent[0]!r}, which it does not tell")
+            raise KnobError(
+                f"the rule needs the number of examples of {silent[0]!r}, which it does not tell"
+            )
         return {name: n for name, n in self.peers.items() if n is not None}
 
     @property
@@ -63,18 +66,30 @@ class Entry(Generic[T]):
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of knobs; a value may be `FromRun`
     fixed: Sequence[str] = ()  # knobs that make it what it is, whose defaults cannot be changed
     benchmark_settings: Sequence[Mapping[str, Any]] | None = None
-    """The knobs that `coterie bench` tries, one mapping for each setting. None leaves the choice to the benchmark,
+    """The knobs that `coterie bench` tries, one mapping for each setting.
+
+    None leaves the choice to the benchmark,
     and an empty sequence keeps the thing out of it."""
 
     def build(self, knobs: Mapping[str, Any], run: RunFacts) -> Any:
-        """Call the thing with its defaults and these knobs; one that it does not take is refused."""
+        """Call the thing with its defaults and these knobs.
+
+        One that it does not take is refused.
+        """
         taken = self.parameters
         for knob in knobs:
             if knob not in taken:
-                raise KnobError(f"{self.name!r} takes no `{knob}`; it takes {', '.join(taken) or 'no knobs'}")
+                raise KnobError(
+                    f"{self.name!r} takes no `{knob}`; it takes {', '.join(taken) or 'no knobs'}"
+                )
         values = {**self.defaults, **knobs}
-        values = {k: value.value(run) if isinstance(value, FromRun) else value for k, value in values.items()}
-        if missing := [p.name for p in taken.values() if p.default is p.empty and p.name not in values]:
+        values = {
+            k: value.value(run) if isinstance(value, FromRun) else value
+            for k, value in values.items()
+        }
+        if missing := [
+            p.name for p in taken.values() if p.default is p.empty and p.name not in values
+        ]:
             raise KnobError(f"{self.name!r} needs `{missing[0]}`")
         return self.thing(**values)  # type: ignore[operator]  # what has knobs can be called
 
@@ -88,8 +103,8 @@ class Entry(Generic[T]):
 class Registry(Generic[T]):
     """Things of one kind by name, in the order in which they were registered.
 
-    `kind` is what messages call the things. By entry points of `group` other packages add theirs; they are
-    loaded when a name is asked for that is not there, or all names are.
+    `kind` is what messages call the things. By entry points of `group` other packages add theirs;
+    they are loaded when a name is asked for that is not there, or all names are.
 
     Example:
         >>> shapes: Registry[type] = Registry("shape", "example.shapes")
@@ -116,12 +131,18 @@ class Registry(Generic[T]):
     def register(self, name: str, thing: T | None = None, /, **about: Any) -> T | Callable[[T], T]:
         """Make a thing known by name: as a call with the thing, or as a decorator without.
 
-        A name is taken once. The same thing may be registered again, and so may one with the same qualified name:
-        a cell of a notebook that is run twice replaces what it registered. `about` are fields of `Entry`; the
-        description is the first line of the docstring when left out.
+        A name is taken once. The same thing may be registered again, and so may one with the same
+        qualified name: a cell of a notebook that is run twice replaces what it registered. `about`
+        are fields of `Entry`; the description is the first line of the docstring when left out.
         """
-        if not isinstance(name, str) or not name or any(sign.isspace() or sign == "," for sign in name):
-            raise KnobError(f"the name of a {self.kind} must be a text without blanks and commas, got {name!r}")
+        if (
+            not isinstance(name, str)
+            or not name
+            or any(sign.isspace() or sign == "," for sign in name)
+        ):
+            raise KnobError(
+                f"the name of a {self.kind} must be a text without blanks and commas, got {name!r}"
+            )
         if thing is None:
             return lambda thing: self.register(name, thing, **about)
         before = self._entries.get(name)
@@ -137,7 +158,9 @@ class Registry(Generic[T]):
         if name not in self._entries:
             self._load_entry_points()
         if name not in self._entries:
-            raise KnobError(f"unknown {self.kind} {name!r}; the {self.kind}s are {', '.join(self._entries)}")
+            raise KnobError(
+                f"unknown {self.kind} {name!r}; the {self.kind}s are {', '.join(self._entries)}"
+            )
         return self._entries[name]
 
     def __getitem__(self, name: str) -> T:
@@ -155,7 +178,10 @@ class Registry(Generic[T]):
         return len(self._entries)
 
     def _load_entry_points(self) -> None:
-        """Load what other packages offer; one that fails is a warning, since it must not stop the others."""
+        """Load what other packages offer.
+
+        One that fails is a warning, since it must not stop the others.
+        """
         if self._looked_for_entry_points:
             return
         self._looked_for_entry_points = True
@@ -173,7 +199,9 @@ def import_user_code(name: str) -> None:
     if name.endswith(".py"):
         path = Path(name)
         if not path.is_file():
-            raise KnobError(f"`--import` names {name!r}, which is not there; name a Python file or a module")
+            raise KnobError(
+                f"`--import` names {name!r}, which is not there; name a Python file or a module"
+            )
         module = f"coterie_imported_{path.stem}"
         if module in sys.modules and sys.modules[module].__file__ == str(path.resolve()):
             return
@@ -201,17 +229,25 @@ def import_user_code(name: str) -> None:
 
 @contextmanager
 def _blaming_import(name: str) -> Iterator[None]:
-    """Let an error say that it is of the code which `--import` names; a package that is missing is its own."""
+    """Let an error say that it is of the code which `--import` names.
+
+    A package that is missing is its own.
+    """
     try:
         yield
     except (CoterieError, ModuleNotFoundError):
         raise
     except Exception as error:
-        raise UserCodeError(f"`--import` of {name!r} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(
+            f"`--import` of {name!r} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def import_from_environment() -> None:
-    """Import what `COTERIE_IMPORT` names, separated as in `PATH`; processes started by a command inherit it."""
+    """Import what `COTERIE_IMPORT` names, separated as in `PATH`.
+
+    Processes started by a command inherit it.
+    """
     for name in os.environ.get(IMPORTS, "").split(os.pathsep):
         if name:
             import_user_code(name)
@@ -223,7 +259,10 @@ def _origin(thing: object) -> object:
 
 
 def _source(thing: object) -> object:
-    """Return what tells a thing from others: where it is defined, or the thing itself where it has no name."""
+    """Return what tells a thing from others.
+
+    Where it is defined, or the thing itself where it has no name.
+    """
     origin = _origin(thing)
     name = getattr(origin, "__qualname__", "<lambda>")
     return origin if "<lambda>" in name else (origin.__module__, name)

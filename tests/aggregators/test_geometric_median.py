@@ -20,7 +20,11 @@ def test_the_geometric_median_is_the_minimum_another_solver_finds(seed: int) -> 
     x = rows.numpy()
     median = GeometricMedian()(rows).numpy()
     other = scipy.optimize.minimize(
-        sum_of_distances, x.mean(0), args=(x,), method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12}
+        sum_of_distances,
+        x.mean(0),
+        args=(x,),
+        method="Nelder-Mead",
+        options={"xatol": 1e-9, "fatol": 1e-12},
     )
     assert sum_of_distances(median, x) <= other.fun + 1e-9
     units = (median - x) / np.linalg.norm(median - x, axis=1, keepdims=True).clip(1e-12)
@@ -29,8 +33,11 @@ def test_the_geometric_median_is_the_minimum_another_solver_finds(seed: int) -> 
 
 
 def test_the_geometric_median_where_it_is_a_row() -> None:
-    cross = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)
-    assert torch.equal(GeometricMedian()(cross), cross[0])  # Weiszfeld's starting point, the mean, is this very row
+    cross = torch.tensor(
+        [[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64
+    )
+    # Weiszfeld's starting point, the mean, is this very row
+    assert torch.equal(GeometricMedian()(cross), cross[0])
     line = torch.tensor([[0.0], [1.0], [2.0], [7.0], [100.0]])
     assert torch.equal(GeometricMedian()(line), torch.tensor([2.0]))
     majority = torch.tensor([[5.0, 5.0]] * 3 + [[0.0, 1.0], [9.0, 2.0]])

@@ -29,9 +29,12 @@ def matrices(draw: st.DrawFn) -> Tensor:
 
 @every_equivariant
 @given(rows=matrices(), data=st.data())
-def test_order_does_not_matter(aggregator: aggregators.Aggregator, rows: Tensor, data: st.DataObject) -> None:
+def test_order_does_not_matter(
+    aggregator: aggregators.Aggregator, rows: Tensor, data: st.DataObject
+) -> None:
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
-    assume("Geometric" not in str(aggregator) or rows.shape[1] > 1)  # on a line the median may be an interval
+    # on a line the median may be an interval
+    assume("Geometric" not in str(aggregator) or rows.shape[1] > 1)
     torch.testing.assert_close(aggregator(rows), aggregator(rows[order]), rtol=1e-6, atol=1e-6)
 
 
@@ -42,20 +45,28 @@ def test_moved_and_scaled_rows_give_the_moved_and_scaled_result(
 ) -> None:
     assume("Geometric" not in str(aggregator) or rows.shape[1] > 1)
     torch.testing.assert_close(
-        aggregator(scale * rows + shift), scale * aggregator(rows) + shift, rtol=1e-5, atol=1e-5 * abs(scale)
+        aggregator(scale * rows + shift),
+        scale * aggregator(rows) + shift,
+        rtol=1e-5,
+        atol=1e-5 * abs(scale),
     )
 
 
 @given(rows=matrices(), scale=st.sampled_from([0.25, 3.0, 1024.0]))
 def test_clipping_scales_with_its_radius(rows: Tensor, scale: float) -> None:
-    small, large = aggregators.CentredClipping(2.0)(rows), aggregators.CentredClipping(2.0 * scale)(scale * rows)
+    small, large = (
+        aggregators.CentredClipping(2.0)(rows),
+        aggregators.CentredClipping(2.0 * scale)(scale * rows),
+    )
     torch.testing.assert_close(scale * small, large, rtol=1e-9, atol=1e-9)
     assert small.norm() <= 2.0 * 10 + 1e-9  # a radius an iteration
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed"])
 @given(rows=matrices(), bad=st.floats(-1e30, 1e30), n_bad=st.integers(0, F))
-def test_coordinates_stay_in_the_range_of_the_good(name: str, rows: Tensor, bad: float, n_bad: int) -> None:
+def test_coordinates_stay_in_the_range_of_the_good(
+    name: str, rows: Tensor, bad: float, n_bad: int
+) -> None:
     good = rows[n_bad:].clone()
     rows[:n_bad] = bad * rows[:n_bad].sign()
     aggregate = AGGREGATORS[name](rows)
@@ -64,7 +75,11 @@ def test_coordinates_stay_in_the_range_of_the_good(name: str, rows: Tensor, bad:
     assert (aggregate <= good.amax(0) + slack).all()
 
 
-@given(rows=matrices(), far=st.sampled_from([1e3, 1e12, 1e30, 1e100, 1e200, 1e308]), n_bad=st.integers(0, F))
+@given(
+    rows=matrices(),
+    far=st.sampled_from([1e3, 1e12, 1e30, 1e100, 1e200, 1e308]),
+    n_bad=st.integers(0, F),
+)
 def test_bad_rows_carry_no_robust_aggregator_away(rows: Tensor, far: float, n_bad: int) -> None:
     good = rows[n_bad:].clone()
     rows[:n_bad] = far * rows[:n_bad].sign()
@@ -77,7 +92,11 @@ def test_bad_rows_carry_no_robust_aggregator_away(rows: Tensor, far: float, n_ba
     if far >= 1e12:
         assert (good == chosen).all(1).any()
         assert aggregators.MultiKrum(F)(rows).norm() <= length + 1e-9
-        for then in (aggregators.CoordinateMedian(), aggregators.Krum(F), aggregators.GeometricMedian()):
+        for then in (
+            aggregators.CoordinateMedian(),
+            aggregators.Krum(F),
+            aggregators.GeometricMedian(),
+        ):
             assert (
                 aggregators.NearestNeighbourMixing(F, then=then)(rows).norm()
                 <= math.sqrt(rows.shape[1]) * length + 1e-6
@@ -96,7 +115,9 @@ def test_errors() -> None:
     for make in (aggregators.TrimmedMean, aggregators.Krum, aggregators.MultiKrum):
         for f in [-1, 1.5, True]:
             wrong: Any = f
-            with pytest.raises(KnobError, match="`n_byzantine` must be a whole number, at least 0, got"):
+            with pytest.raises(
+                KnobError, match="`n_byzantine` must be a whole number, at least 0, got"
+            ):
                 make(wrong)
     with pytest.raises(KnobError, match="`m` must be a whole number, at least 1, or None, got 0"):
         aggregators.MultiKrum(1, m=0)

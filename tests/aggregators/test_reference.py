@@ -67,10 +67,12 @@ def test_each_aggregator_is_its_loop(n: int, seed: int) -> None:
         aggregators.MultiKrum(F, m=3): loop_multi_krum(x, F, 3),
         aggregators.CentredClipping(2.0, 1): loop_clipping(x, 2.0, 1),
         aggregators.CentredClipping(2.0, 7): loop_clipping(x, 2.0, 7),
-        aggregators.NearestNeighbourMixing(F, then=aggregators.TrimmedMean(F)): loop_trimmed(mixed, F),
-        aggregators.NearestNeighbourMixing(F, then=aggregators.CentredClipping(2.0, 3)): loop_clipping(
-            mixed, 2.0, 3
+        aggregators.NearestNeighbourMixing(F, then=aggregators.TrimmedMean(F)): loop_trimmed(
+            mixed, F
         ),
+        aggregators.NearestNeighbourMixing(
+            F, then=aggregators.CentredClipping(2.0, 3)
+        ): loop_clipping(mixed, 2.0, 3),
         aggregators.NearestNeighbourMixing(
             1, then=aggregators.NearestNeighbourMixing(1, then=aggregators.Mean())
         ): loop_mixing(loop_mixing(x, 1), 1).mean(0),
@@ -82,7 +84,9 @@ def test_each_aggregator_is_its_loop(n: int, seed: int) -> None:
         ),
     }
     for aggregator, value in wanted.items():
-        np.testing.assert_allclose(aggregator(rows).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=str(aggregator))
+        np.testing.assert_allclose(
+            aggregator(rows).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=str(aggregator)
+        )
 
 
 @pytest.mark.parametrize("n", [7, 8, 20])
@@ -104,19 +108,32 @@ def test_byzfl_finds_the_same(byzfl: Callable[[str], Any], n: int, seed: int) ->
         aggregators.CentredClipping(4.0, 1): theirs.CenteredClipping(tau=4.0, L=1)(x),
         aggregators.CentredClipping(4.0, 6): theirs.CenteredClipping(tau=4.0, L=6)(x),
         aggregators.NearestNeighbourMixing(F, then=aggregators.Mean()): mixed.mean(0),
-        aggregators.NearestNeighbourMixing(F, then=aggregators.CoordinateMedian()): theirs.Median()(mixed),
+        aggregators.NearestNeighbourMixing(F, then=aggregators.CoordinateMedian()): theirs.Median()(
+            mixed
+        ),
         aggregators.NearestNeighbourMixing(F, then=aggregators.GeometricMedian()): least(mixed),
-        aggregators.NearestNeighbourMixing(F, then=aggregators.CentredClipping(4.0, 6)): theirs.CenteredClipping(
-            tau=4.0, L=6
-        )(mixed),
+        aggregators.NearestNeighbourMixing(
+            F, then=aggregators.CentredClipping(4.0, 6)
+        ): theirs.CenteredClipping(tau=4.0, L=6)(mixed),
         aggregators.Bucketing(n, then=aggregators.Krum(0)): theirs.Average()(x),
-        aggregators.Bucketing(1, then=aggregators.TrimmedMean(F)): theirs.TrMean(F)(theirs.Bucketing(1)(x)),
+        aggregators.Bucketing(1, then=aggregators.TrimmedMean(F)): theirs.TrMean(F)(
+            theirs.Bucketing(1)(x)
+        ),
     }.items():
-        np.testing.assert_allclose(aggregator(rows).numpy(), wanted, rtol=1e-7, atol=1e-7, err_msg=str(aggregator))
+        np.testing.assert_allclose(
+            aggregator(rows).numpy(), wanted, rtol=1e-7, atol=1e-7, err_msg=str(aggregator)
+        )
 
 
 # Values that byzfl 0.0.11 gave for these rows, for where it is not installed.
-ROWS = [[1.0, 2.0, 0.5], [1.5, 1.0, 0.0], [0.5, 1.5, 1.0], [2.0, 2.5, -0.5], [1.0, 0.0, 1.5], [40.0, -30.0, 9.0]]
+ROWS = [
+    [1.0, 2.0, 0.5],
+    [1.5, 1.0, 0.0],
+    [0.5, 1.5, 1.0],
+    [2.0, 2.5, -0.5],
+    [1.0, 0.0, 1.5],
+    [40.0, -30.0, 9.0],
+]
 GOLDEN: dict[aggregators.Aggregator, list[float]] = {
     aggregators.CoordinateMedian(): [1.25, 1.25, 0.75],
     aggregators.TrimmedMean(1): [1.375, 1.125, 0.75],

@@ -32,7 +32,9 @@ def test_the_conclusion_is_of_the_default_beside_alone_paired_by_seed() -> None:
     assert one.error == pytest.approx(gain.std(ddof=1) / np.sqrt(8))
     said = conclusion(rows, 3)
     assert said.finding == "better"
-    assert said.sentence.startswith("The model for writer 3 by `adaptive`, the default rule, is better")
+    assert said.sentence.startswith(
+        "The model for writer 3 by `adaptive`, the default rule, is better"
+    )
     assert "on the test examples of 8 seeds" in said.sentence
     assert conclusion([row for row in rows if row.seed < 2], 3).sentence.endswith(
         "; 2 seeds are too few to be sure."

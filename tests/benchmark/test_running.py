@@ -22,7 +22,15 @@ from coterie.rules import Alone
 RUNNER = CliRunner()
 
 
-SMALL = ["bench", "--sets", "digits", "--methods", "wga-0.3,pooled", "--conditions", "honest,stranger"]
+SMALL = [
+    "bench",
+    "--sets",
+    "digits",
+    "--methods",
+    "wga-0.3,pooled",
+    "--conditions",
+    "honest,stranger",
+]
 SMALL += ["--users", "2", "--steps", "3"]
 
 
@@ -67,7 +75,8 @@ def test_resuming_measures_only_what_is_missing_and_gives_the_same_table(
     assert result.exit_code == 0, result.output
     assert {path: path.stat().st_mtime_ns for path in before} == before
     pd.testing.assert_frame_equal(results(out), results(serial))
-    monkeypatch.setattr("coterie.benchmark.running.measure_task", None)  # nothing is left to measure
+    # nothing is left to measure
+    monkeypatch.setattr("coterie.benchmark.running.measure_task", None)
     assert RUNNER.invoke(app, [*SMALL, "--jobs", "1", "--out", str(out)]).exit_code == 0
 
 
@@ -94,9 +103,13 @@ def test_ctrl_c_loses_nothing_that_is_finished(
     pd.testing.assert_frame_equal(results(out), results(serial))
 
 
-def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(serial: Path, tmp_path: Path) -> None:
+def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(
+    serial: Path, tmp_path: Path
+) -> None:
     store = benchmark.Store(tmp_path / "parallel", 3)
-    selection = benchmark.Selection(["digits"], ["wga-0.3", "pooled"], ["honest", "stranger"], None, 2, 1)
+    selection = benchmark.Selection(
+        ["digits"], ["wga-0.3", "pooled"], ["honest", "stranger"], None, 2, 1
+    )
     cells = list(selection.cells(None))
     running = benchmark.measure_cells(cells, selection, store, None, jobs=2)
     first = next(running)
@@ -116,8 +129,14 @@ def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(serial: 
     ("options", "words"),
     [
         (["--sets", "letters"], "unknown set 'letters'; the sets are digits, heart"),
-        (["--sets", "digits", "--methods", "magic"], "unknown method 'magic'; the methods are alone, pooled"),
-        (["--sets", "digits", "--conditions", "rain"], "unknown condition 'rain'; the conditions are honest"),
+        (
+            ["--sets", "digits", "--methods", "magic"],
+            "unknown method 'magic'; the methods are alone, pooled",
+        ),
+        (
+            ["--sets", "digits", "--conditions", "rain"],
+            "unknown condition 'rain'; the conditions are honest",
+        ),
         (
             ["--sets", "digits", "--models", "oracle"],
             "unknown model 'oracle'; the models are cnn, gru",
@@ -126,7 +145,10 @@ def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(serial: 
         (["--sets", "digits", "--steps", "0"], "`--steps` must be at least 1, got 0"),
         (["--sets", "digits", "--jobs", "0"], "--jobs"),
         (["--sets", "vowels"], "name it with `--data`"),
-        (["--sets", "vowels", "--data", "nowhere"], "vowels needs nowhere/vowel_deterding/vowel-context.data"),
+        (
+            ["--sets", "vowels", "--data", "nowhere"],
+            "vowels needs nowhere/vowel_deterding/vowel-context.data",
+        ),
         (["--sets", "digits", "--models", "gru"], "nothing to measure"),
     ],
 )
@@ -147,8 +169,19 @@ def test_a_folder_begun_with_other_settings_is_refused(serial: Path) -> None:
 
 
 def test_sets_that_are_not_there_are_left_out_with_a_word_about_each(tmp_path: Path) -> None:
-    options = ["--data", str(tmp_path), "--methods", "pooled", "--conditions", "honest", "--users", "1"]
-    result = RUNNER.invoke(app, ["bench", *options, "--steps", "1", "--jobs", "1", "--out", str(tmp_path / "out")])
+    options = [
+        "--data",
+        str(tmp_path),
+        "--methods",
+        "pooled",
+        "--conditions",
+        "honest",
+        "--users",
+        "1",
+    ]
+    result = RUNNER.invoke(
+        app, ["bench", *options, "--steps", "1", "--jobs", "1", "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 0, result.output
     for name in SETS:
         assert (f"left out: {name} needs" in result.output) == (name != "digits")
@@ -167,20 +200,37 @@ def test_a_folder_that_another_process_measures_in_is_refused(tmp_path: Path) ->
 
 
 def test_alone_by_itself_is_measured(tmp_path: Path) -> None:
-    few = ["--sets", "digits", "--methods", "alone", "--conditions", "honest", "--users", "1", "--steps", "1"]
+    few = [
+        "--sets",
+        "digits",
+        "--methods",
+        "alone",
+        "--conditions",
+        "honest",
+        "--users",
+        "1",
+        "--steps",
+        "1",
+    ]
     result = RUNNER.invoke(app, ["bench", *few, "--jobs", "1", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "Only Alone is measured yet" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "Only Alone is measured yet" in (tmp_path / "out" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("option", ["sets", "methods", "conditions", "models"])
 def test_one_name_is_no_list_of_names(option: str, tmp_path: Path) -> None:
-    with pytest.raises(KnobError, match=rf"`{option}` must be a list of names, got 'one'; write `\['one'\]`"):
+    with pytest.raises(
+        KnobError, match=rf"`{option}` must be a list of names, got 'one'; write `\['one'\]`"
+    ):
         benchmark.run(tmp_path / "out", **{option: "one"})  # type: ignore[arg-type]
 
 
 def test_a_rule_is_no_contender_and_a_contender_tries_something(tmp_path: Path) -> None:
-    with pytest.raises(KnobError, match=r"`methods` are names or contenders, got Alone\(\); write `benchmark"):
+    with pytest.raises(
+        KnobError, match=r"`methods` are names or contenders, got Alone\(\); write `benchmark"
+    ):
         benchmark.run(tmp_path / "out", methods=[Alone()])  # type: ignore[list-item]
     with pytest.raises(KnobError, match="the contender 'mine' has nothing to try"):
         benchmark.Contender.of("mine")

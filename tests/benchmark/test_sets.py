@@ -39,7 +39,9 @@ def written(tmp_path: Path, name: str, file: str, text: str) -> Path:
 def test_vowels_are_read_by_speaker(tmp_path: Path) -> None:
     features = [f"{-1.5 + i / 10:.3f}" for i in range(10)]
     lines = [f"0 7 1 {' '.join(features)}  3", f"1 2 0 {' '.join(reversed(features))} 10"]
-    people = load(SETS["vowels"], written(tmp_path, "vowels", "vowel-context.data", "\n".join(lines) + "\n"))
+    people = load(
+        SETS["vowels"], written(tmp_path, "vowels", "vowel-context.data", "\n".join(lines) + "\n")
+    )
     assert people.names == ["speaker 2", "speaker 7"]
     assert people.targets.tolist() == [10, 3]
     assert table(people).iloc[1].tolist() == [float(f) for f in features]
@@ -49,7 +51,9 @@ def test_wisdm_is_read_in_spite_of_its_header(tmp_path: Path) -> None:
     header = '@relation activity\n\n@attribute "UNIQUE_ID" numeric\n@attribute "user" \n@attribute "X0" numeric\n'
     header += '@attribute "XPEAK" numeric\n@attribute class\n\n@data\n'
     rows = "1,33,0.04,?,Jogging\n2,8,0.5,2075,Downstairs\n\n3,33,0.1,1.5,Walking\n"
-    people = load(SETS["wisdm"], written(tmp_path, "wisdm", "WISDM_ar_v1.1_transformed.arff", header + rows))
+    people = load(
+        SETS["wisdm"], written(tmp_path, "wisdm", "WISDM_ar_v1.1_transformed.arff", header + rows)
+    )
     assert people.owners.tolist() == ["person 8", "person 33", "person 33"]
     assert people.targets.tolist() == [5, 1, 0]
     assert list(table(people).columns) == ["X0", "XPEAK"]
@@ -99,7 +103,9 @@ def write_mnist(folder: Path, labels: list[int], writers: list[int]) -> np.ndarr
     about = np.zeros((len(labels), 8), ">i4")
     about[:, 0], about[:, 2] = labels, writers
     header = np.array([0x0C02, len(labels), 8], ">i4").tobytes()
-    (folder / "qmnist-train-labels-idx2-int.gz").write_bytes(gzip.compress(header + about.tobytes()))
+    (folder / "qmnist-train-labels-idx2-int.gz").write_bytes(
+        gzip.compress(header + about.tobytes())
+    )
     return images
 
 
@@ -128,7 +134,11 @@ def test_shakespeare_is_cut_into_examples_that_do_not_overlap(tmp_path: Path) ->
 
     said = ["When shall we three", "meet again & again?"]
     escaped = [line.replace("&", "&amp;") for line in said]
-    parts = [speech("First Witch", escaped[0]), speech("Ross", "No"), speech("First Witch", escaped[1])]
+    parts = [
+        speech("First Witch", escaped[0]),
+        speech("Ross", "No"),
+        speech("First Witch", escaped[1]),
+    ]
     (tmp_path / "shakespeare").mkdir()
     path = tmp_path / "shakespeare" / "shakespeare.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -173,7 +183,9 @@ def test_digits_need_no_folder_and_unknown_sets_are_refused() -> None:
         ("vowels", 15, 990, 66, 66),
     ],
 )
-def test_real_sets_have_the_known_sizes(name: str, users: int, examples: int, fewest: int, most: int) -> None:
+def test_real_sets_have_the_known_sizes(
+    name: str, users: int, examples: int, fewest: int, most: int
+) -> None:
     people = load(SETS[name], Path(str(REAL)))
     counts = [len(people.rows(user)) for user in people.names]
     assert (len(counts), sum(counts), min(counts), max(counts)) == (users, examples, fewest, most)

@@ -20,17 +20,37 @@ def cell_rows(metric: str = "accuracy") -> list[dict[str, Any]]:
     for condition in ("honest", "stranger"):
         for user in ("a", "b", "c"):
             for seed in (0, 1):
-                for method, risk in (("alone", 0.4), ("wga", 0.2 if condition == "honest" else 0.9)):
+                for method, risk in (
+                    ("alone", 0.4),
+                    ("wga", 0.2 if condition == "honest" else 0.9),
+                ):
                     errors = (
-                        (rng.random(50) < risk).astype(float) if metric == "accuracy" else rng.random(50) * risk
+                        (rng.random(50) < risk).astype(float)
+                        if metric == "accuracy"
+                        else rng.random(50) * risk
                     )
                     score = 1 - errors.mean() if metric == "accuracy" else -np.sqrt(errors.mean())
                     rows.append(
                         {
-                            **{"set": "digits", "model": "linear", "condition": condition, "user": user},
-                            **{"seed": seed, "method": method, "metric": metric, "score": float(score)},
+                            **{
+                                "set": "digits",
+                                "model": "linear",
+                                "condition": condition,
+                                "user": user,
+                            },
+                            **{
+                                "seed": seed,
+                                "method": method,
+                                "metric": metric,
+                                "score": float(score),
+                            },
                             "loss": float(errors.mean()) + 0.1,
-                            **{"errors": errors.tolist(), "wrong_weight": 0.25, "settings": 12, "seconds": 1.0},
+                            **{
+                                "errors": errors.tolist(),
+                                "wrong_weight": 0.25,
+                                "settings": 12,
+                                "seconds": 1.0,
+                            },
                         }
                     )
     return rows
@@ -50,8 +70,14 @@ def test_differences_and_errors_are_those_of_plain_formulas() -> None:
         for user in ("a", "b", "c"):
             per_seed, variances = [], []
             for seed in (0, 1):
-                own = [r for r in rows if (r["condition"], r["user"], r["seed"]) == (condition, user, seed)]
-                alone, wga = (np.array(r["errors"]) for r in sorted(own, key=lambda r: str(r["method"])))
+                own = [
+                    r
+                    for r in rows
+                    if (r["condition"], r["user"], r["seed"]) == (condition, user, seed)
+                ]
+                alone, wga = (
+                    np.array(r["errors"]) for r in sorted(own, key=lambda r: str(r["method"]))
+                )
                 per_seed.append((alone - wga).mean())
                 variances.append((alone - wga).var(ddof=1) / 50)
             differences.append(np.mean(per_seed))
@@ -59,9 +85,16 @@ def test_differences_and_errors_are_those_of_plain_formulas() -> None:
         row = rows_by[condition, "wga"]
         assert row["difference"] == pytest.approx(np.mean(differences))
         assert row["difference_error"] == pytest.approx(np.std(differences, ddof=1) / np.sqrt(3))
-        assert (row["wins"], row["losses"]) == (sum(d > 0 for d in differences), sum(d < 0 for d in differences))
+        assert (row["wins"], row["losses"]) == (
+            sum(d > 0 for d in differences),
+            sum(d < 0 for d in differences),
+        )
         assert row["harmed"] == harmed == (0 if condition == "honest" else 3)
-    assert [rows_by["honest", "alone"][key] for key in ("difference", "ties", "harmed")] == [0, 3, 0]
+    assert [rows_by["honest", "alone"][key] for key in ("difference", "ties", "harmed")] == [
+        0,
+        3,
+        0,
+    ]
 
 
 def test_the_error_of_an_rmse_difference_agrees_with_the_bootstrap() -> None:
@@ -99,12 +132,17 @@ def test_what_chance_would_show_stands_beside() -> None:
     rng = np.random.default_rng(0)
     t = rng.normal(size=(200_000, 3))
     t = t.mean(1) / (t.std(1, ddof=1) / np.sqrt(3))
-    assert wga["by_chance"] == pytest.approx(2 * (t < -3).mean(), rel=0.05)  # two sets and conditions
-    assert wga["harmed_by_chance"] == pytest.approx(6 * (rng.normal(size=200_000) < -2).mean(), rel=0.1)
+    # two sets and conditions
+    assert wga["by_chance"] == pytest.approx(2 * (t < -3).mean(), rel=0.05)
+    assert wga["harmed_by_chance"] == pytest.approx(
+        6 * (rng.normal(size=200_000) < -2).mean(), rel=0.1
+    )
     assert (wga["users"], wga["settings"]) == (6, 12)
     assert wga["surely_better"] + wga["surely_worse"] <= wga["better"] + wga["worse"]
     sets = by(
-        by_condition(pd.concat([frame, frame.assign(set="other", difference=frame["difference"] + 0.1)])),
+        by_condition(
+            pd.concat([frame, frame.assign(set="other", difference=frame["difference"] + 0.1)])
+        ),
         "condition",
         "method",
     )
@@ -124,19 +162,26 @@ def test_differences_are_to_the_better_alone_of_each_set_and_condition() -> None
     rows = cell_rows()
     for row in [row for row in rows if row["method"] == "alone"]:
         gain = 0.1 if row["condition"] == "honest" else -0.1
-        strong = row | {"method": "sklearn-alone", "score": row["score"] + gain, "loss": row["loss"] + 0.5}
+        strong = row | {
+            "method": "sklearn-alone",
+            "score": row["score"] + gain,
+            "loss": row["loss"] + 0.5,
+        }
         rows.append(strong)
     means = by(summary(table(rows)), "condition", "method")
     plain = by(summary(table(cell_rows())), "condition", "method")
     for condition, weaker, gain in (("honest", "alone", 0.1), ("stranger", "sklearn-alone", 0.0)):
-        assert means[condition, "wga"]["difference"] == pytest.approx(plain[condition, "wga"]["difference"] - gain)
+        assert means[condition, "wga"]["difference"] == pytest.approx(
+            plain[condition, "wga"]["difference"] - gain
+        )
         assert means[condition, weaker]["difference"] == pytest.approx(-0.1)
         # By the log loss `alone` is the better one in both.
         assert means[condition, "sklearn-alone"]["loss_difference"] == pytest.approx(0.5)
         assert means[condition, "wga"]["loss_difference"] == pytest.approx(
             plain[condition, "wga"]["loss_difference"]
         )
-    without = [row for row in rows if (row["method"], row["user"]) != ("sklearn-alone", "c")]  # as after Ctrl-C
+    # as after Ctrl-C
+    without = [row for row in rows if (row["method"], row["user"]) != ("sklearn-alone", "c")]
     assert set(summary(table(without))["best_alone"]) == {"alone"}
 
 
@@ -147,7 +192,8 @@ def test_the_headline_names_all_that_are_near_the_best_equally_often_alone_too()
         "Of 2 methods `alone`, `adaptive` are near the best most often: in 2 of 2 sets and conditions. "
         "No plain tool wins."
     )
-    rows += [row | {"method": "sklearn-trees", "score": row["score"] + 1} for row in rows[:6]]  # honest
+    # honest
+    rows += [row | {"method": "sklearn-trees", "score": row["score"] + 1} for row in rows[:6]]
     said = conclusion(overall(table(rows)))
     assert said.endswith("Plain tools have the highest mean: `sklearn-trees` in 1.")
 

@@ -16,7 +16,9 @@ from coterie.errors import DataError, KnobError
 @pytest.mark.parametrize("condition", list(CONDITIONS))
 def test_no_example_is_in_two_places(condition: str) -> None:
     task = make(people(), condition)
-    places = [rows_of(part) for part in parts(task).values()] + [rows_of(peer.examples) for peer in task.peers]
+    places = [rows_of(part) for part in parts(task).values()] + [
+        rows_of(peer.examples) for peer in task.peers
+    ]
     assert [len(rows) for rows in places[:3]] == [12, 12, 16]
     flat = [row for rows in places for row in rows]
     assert sorted(flat) == list(range(200))
@@ -39,7 +41,10 @@ def test_peers_are_drawn_and_need_several_classes() -> None:
     source = people()
     source.targets[source.rows("user 4")] = 2
     names = {
-        tuple(peer.name for peer in task_of(source, "user 1", own_examples=9, most_peers=2, seed=seed).peers)
+        tuple(
+            peer.name
+            for peer in task_of(source, "user 1", own_examples=9, most_peers=2, seed=seed).peers
+        )
         for seed in range(20)
     }
     assert names == {("user 0", "user 2"), ("user 0", "user 3"), ("user 2", "user 3")}
@@ -70,9 +75,13 @@ def test_a_stranger_has_other_labels_in_all_its_parts_and_its_peers_do_not() -> 
     source = people()
     task = make(source, "stranger")
     for part in parts(task).values():
-        np.testing.assert_array_equal(everything(part)[1].numpy(), (source.targets[rows_of(part)] + 1) % 4)
+        np.testing.assert_array_equal(
+            everything(part)[1].numpy(), (source.targets[rows_of(part)] + 1) % 4
+        )
     for peer in task.peers:
-        np.testing.assert_array_equal(everything(peer.examples)[1].numpy(), source.targets[rows_of(peer.examples)])
+        np.testing.assert_array_equal(
+            everything(peer.examples)[1].numpy(), source.targets[rows_of(peer.examples)]
+        )
 
 
 def test_a_stranger_in_regression_is_mirrored() -> None:
@@ -81,7 +90,8 @@ def test_a_stranger_in_regression_is_mirrored() -> None:
     for name, part in parts(honest).items():
         inputs, targets = everything(part)
         torch.testing.assert_close(everything(parts(strange)[name])[0], inputs)
-        torch.testing.assert_close(everything(parts(strange)[name])[1], -targets)  # zero is the own mean
+        # zero is the own mean
+        torch.testing.assert_close(everything(parts(strange)[name])[1], -targets)
 
 
 def test_permuted_users_hold_a_mixture_and_keep_their_sizes() -> None:

@@ -28,12 +28,18 @@ def planted(n_classes: int, spread: float = 0.0) -> SetTask:
     slopes = rng.normal(size=(d, max(1, n_classes)))
     x = rng.normal(size=(users * n, d))
     owner = np.repeat(np.arange(users), n)
-    scores = x @ slopes + spread * rng.normal(size=(users, max(1, n_classes)))[owner] + rng.normal(size=(len(x), 1))
+    scores = (
+        x @ slopes
+        + spread * rng.normal(size=(users, max(1, n_classes)))[owner]
+        + rng.normal(size=(len(x), 1))
+    )
     targets = scores.argmax(1) if n_classes else scores[:, 0]
     inputs = torch.tensor(x, dtype=torch.float32)
     shaped = targets if n_classes else targets[:, None].astype(np.float32)
     names = np.array([f"user {k}" for k in owner])
-    return task_of(Population(inputs, shaped, names, n_classes), "user 0", own_examples=12, most_peers=10)
+    return task_of(
+        Population(inputs, shaped, names, n_classes), "user 0", own_examples=12, most_peers=10
+    )
 
 
 @pytest.mark.parametrize("n_classes", [0, 3])
@@ -50,7 +56,9 @@ def test_the_prior_leaves_to_the_own_rows_what_users_differ_in() -> None:
     """Where users differ in their intercepts only, pooling is wrong about them and the prior is not."""
     task = planted(0, spread=5.0)
     reached = {name: tool.outcome(task).loss for name, tool in TOOLS.items()}
-    assert reached["sklearn-bayes"] < 0.75 * min(reached["sklearn-alone"], reached["sklearn-pooled"])
+    assert reached["sklearn-bayes"] < 0.75 * min(
+        reached["sklearn-alone"], reached["sklearn-pooled"]
+    )
     assert reached["sklearn-users"] < 0.5 * reached["sklearn-pooled"]
 
 
@@ -62,7 +70,9 @@ def test_the_strong_alone_is_ridge_of_the_best_strength_on_training_and_validati
     test_x, test_y = (part.double().numpy() for part in everything(parts(task)["test"]))
     strength = float(outcome.setting.removeprefix("strength "))
     model = Ridge(alpha=1 / strength).fit(x, y[:, 0])
-    assert outcome.loss == pytest.approx(float(((model.predict(test_x) - test_y[:, 0]) ** 2).mean()), rel=1e-2)
+    assert outcome.loss == pytest.approx(
+        float(((model.predict(test_x) - test_y[:, 0]) ** 2).mean()), rel=1e-2
+    )
     strangers = replace(task, peers=tuple(planted(0, spread=9.0).peers))
     assert contender("sklearn-alone").outcome(strangers).loss == outcome.loss  # type: ignore[union-attr]
 
@@ -70,7 +80,11 @@ def test_the_strong_alone_is_ridge_of_the_best_strength_on_training_and_validati
 def test_the_penalised_fit_is_that_of_scikit_learn_where_the_centre_is_zero() -> None:
     x, y = RNG.normal(size=(50, 4)), RNG.integers(0, 3, 50)
     marked = np.column_stack([x, np.ones(50)])
-    theirs = LogisticRegression(C=0.3, fit_intercept=False, tol=1e-8, max_iter=1000).fit(marked, y).coef_.T
+    theirs = (
+        LogisticRegression(C=0.3, fit_intercept=False, tol=1e-8, max_iter=1000)
+        .fit(marked, y)
+        .coef_.T
+    )
     ours = _around(Rows(x, y), np.zeros((5, 3)), np.array([0.3]), 3)
     np.testing.assert_allclose(ours, theirs, atol=1e-3)
     centre, numbers = RNG.normal(size=(5, 1)), RNG.normal(size=50)
@@ -102,10 +116,17 @@ def test_a_class_that_no_row_had_is_improbable_but_not_impossible() -> None:
 def test_tools_are_contenders_by_name_and_left_out_where_they_do_not_fit() -> None:
     assert {"alone", *TOOLS} <= set(DEFAULT)
     assert contender("sklearn-trees") is TOOLS["sklearn-trees"]
-    assert Selection(["digits"], ["sklearn-bayes"]).contender("sklearn-bayes").name == "sklearn-bayes"
-    texts = Population(torch.zeros(4, 3, dtype=torch.long), np.zeros((4, 3), int), np.array(list("aabb")), 5)
+    assert (
+        Selection(["digits"], ["sklearn-bayes"]).contender("sklearn-bayes").name == "sklearn-bayes"
+    )
+    texts = Population(
+        torch.zeros(4, 3, dtype=torch.long), np.zeros((4, 3), int), np.array(list("aabb")), 5
+    )
     assert not TOOLS["sklearn-alone"].fits(texts)
     assert TOOLS["sklearn-alone"].fits(people())
-    mine = Tool("mine", lambda peers, n_classes: lambda own, strength: lambda x: np.zeros((len(x), n_classes)))
+    mine = Tool(
+        "mine",
+        lambda peers, n_classes: lambda own, strength: lambda x: np.zeros((len(x), n_classes)),
+    )
     cells = list(Selection([SETS["digits"]], [mine], ["honest"], users=1).cells(None))
     assert [cell.method for cell in cells] == ["alone", "sklearn-alone", "mine"]

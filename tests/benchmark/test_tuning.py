@@ -68,7 +68,9 @@ def test_test_rows_influence_neither_preparation_nor_training() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[User] = []
 
     def spy(spec: RunSpec) -> Any:
@@ -83,11 +85,25 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(monkey
     monkeypatch.setattr("coterie.benchmark.tuning.train_many", spy_many)
     task = make(people())
     tuned = Tuning(task, MODELS["linear"](3, 4), steps=2, batch_size=32, seed=0)
-    whole = ("alone", "pooled", "fine-tuned", "wga-0.3", "wga", "wga-auto", "adaptive-guarded", "fedavg")
+    whole = (
+        "alone",
+        "pooled",
+        "fine-tuned",
+        "wga-0.3",
+        "wga",
+        "wga-auto",
+        "adaptive-guarded",
+        "fedavg",
+    )
     outcomes = {name: tuned.outcome(settings(name)) for name in whole}
     tried = {(setting, lr) for name in whole for setting in settings(name) for lr in setting.lrs}
     assert len(seen) == len(tried), "a setting that two methods share is trained once"
-    assert outcomes["alone"].settings == outcomes["wga"].settings == outcomes["fine-tuned"].settings == BUDGET
+    assert (
+        outcomes["alone"].settings
+        == outcomes["wga"].settings
+        == outcomes["fine-tuned"].settings
+        == BUDGET
+    )
     for name in names():
         if name in (tools := {MIXTURE.name: MIXTURE, **TOOLS}):
             assert len(tools[name].strengths) <= BUDGET
@@ -114,7 +130,9 @@ def test_the_setting_is_the_best_by_validation_and_scored_on_the_test_set() -> N
     assert outcome.setting == f"{best.setting.label(facts(task))}, lr {best.lr:g}"
 
 
-def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_pooled_model() -> None:
+def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_pooled_model() -> (
+    None
+):
     task = make(people())
     model = MODELS["linear"](3, 4)
     tuned = Tuning(task, model, steps=4, batch_size=32, seed=0)
@@ -133,11 +151,16 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
             steps=one.steps,
             seed=0,
             progress=False,
-            hooks=[lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())],
+            hooks=[
+                lambda step, weights=weights: weights.append(step.model[1].weight.detach().clone())
+            ],
         )
         last.append(weights[-1])
     torch.testing.assert_close(tail.model.get_parameter("1.weight"), (last[0] + last[1]) / 2)
-    pooled = min((tuned.trial(settings("pooled")[0], lr) for lr in RATES), key=lambda trial: trial.validation_loss)
+    pooled = min(
+        (tuned.trial(settings("pooled")[0], lr) for lr in RATES),
+        key=lambda trial: trial.validation_loss,
+    )
     tuned_on = tuned.outcome(settings("fine-tuned"))
     assert tuned_on.validation_loss <= pooled.validation_loss
 
@@ -151,7 +174,12 @@ def test_a_trial_is_what_training_that_setting_by_itself_gives() -> None:
     inputs, targets = everything(task.me.validation)
     task.me.validation = InMemory(inputs.double(), targets)
     tuned = Tuning(task, model, steps=6, batch_size=5, seed=3)
-    tried = [*settings("pooled")[:2], settings("pooled")[3], settings("wga-0.3")[0], settings("bc")[0]]
+    tried = [
+        *settings("pooled")[:2],
+        settings("pooled")[3],
+        settings("wga-0.3")[0],
+        settings("bc")[0],
+    ]
     tuned.prepare(tried)
     for setting in tried:
         run = train(
@@ -182,7 +210,8 @@ def test_a_setting_that_diverges_counts_by_its_best_model_and_does_not_end_the_b
     task, model = make(people()), MODELS["mlp"](3, 4)
     tuned = Tuning(task, model, steps=6, batch_size=32, seed=0)
     trial = tuned.trial(settings("alone")[0], 1e36)
-    assert trial.validation_loss == evaluate(model, tuned.loss, parts(task)["validation"])["loss"]  # the start
+    # the start
+    assert trial.validation_loss == evaluate(model, tuned.loss, parts(task)["validation"])["loss"]
 
 
 def test_regression_is_scored_in_spreads_of_all_targets() -> None:

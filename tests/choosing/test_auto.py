@@ -41,7 +41,15 @@ def test_auto_is_the_training_with_the_knobs_it_names(rule: Any) -> None:
         torch.manual_seed(2)
         model = nn.Linear(20, 1).double()
         return coterie.train(
-            model, mse_loss, users[0], users[1:], rule, optimizer=torch.optim.SGD, lr=0.02, steps=25, batch_size=8
+            model,
+            mse_loss,
+            users[0],
+            users[1:],
+            rule,
+            optimizer=torch.optim.SGD,
+            lr=0.02,
+            steps=25,
+            batch_size=8,
         )
 
     run = trained(rule)
@@ -87,11 +95,14 @@ def test_auto_works_with_any_engine() -> None:
         steps=400,
     )
     choice = run.record.configuration.choice
-    # The shifted peer costs ζ² = 240 against a noise of 60/400; the copy's noise is half of user 0's.
+    # The shifted peer costs ζ² = 240 against a noise of 60/400; the copy's noise is half of user
+    # 0's.
     assert choice["tau"] == pytest.approx({"1": 1.0}, abs=1e-3)
     # Twenty batches cannot show that the copy has no bias, which 400 steps would add up.
     assert 0 < choice["alpha"] < 0.4
-    assert "not known well enough to claim a gain" in choice["claim"] or "at least" in choice["claim"]
+    assert (
+        "not known well enough to claim a gain" in choice["claim"] or "at least" in choice["claim"]
+    )
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.03, 0.1, 0.3, 1.0])
@@ -100,16 +111,24 @@ def test_a_bias_that_the_batches_cannot_show_does_no_harm(bias: float, d: int) -
     """The exact long-run cost is not above Alone's, nor the speed claimed above the true."""
     steps, n = 3000, 5
     own = Quadratic(1, [0.0] * d, noise=d**-0.5)
-    problem = NoisyQuadratic(own, [Quadratic(1, [bias * d**-0.5] * d, noise=d**-0.5)] * n, x0=[1.0] * d)
+    problem = NoisyQuadratic(
+        own, [Quadratic(1, [bias * d**-0.5] * d, noise=d**-0.5)] * n, x0=[1.0] * d
+    )
     estimates = measure(problem.engine(), torch.ones(d, dtype=torch.float64), batches=steps // 20)
-    account = AutoAveraging(coterie.WeightedAveraging("auto")).account(Steps(steps), estimates, None)  # type: ignore[arg-type]
+    account = AutoAveraging(coterie.WeightedAveraging("auto")).account(
+        Steps(steps),  # type: ignore[arg-type]
+        estimates,
+        None,
+    )
     alpha = account["alpha"]
     true = theory.Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=n, bias_floor=bias)
     cost, alone = (float(theory.averaging_cost(true, each, steps)) for each in (alpha, 0.0))
     assert cost <= 1.001 * alone
     claimed = re.search("at least ([0-9.]+) times", account["claim"])
     assert float(claimed[1] if claimed else 1) <= 1.001 * alone / cost
-    if d == 200 and not bias:  # enough directions to tell bias from noise: some of the cost is saved
+    if (
+        d == 200 and not bias
+    ):  # enough directions to tell bias from noise: some of the cost is saved
         assert cost < 0.9 * alone
 
 
@@ -126,7 +145,12 @@ def test_alike_peers_are_followed_where_examples_show_it() -> None:
     users = [regression(f"u{k}", 50 if k else 30, truth, k) for k in range(6)]
 
     def error(rule: Any) -> float:
-        settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 400, "batch_size": 16}
+        settings: dict[str, Any] = {
+            "optimizer": torch.optim.SGD,
+            "lr": 0.02,
+            "steps": 400,
+            "batch_size": 16,
+        }
         model = nn.Linear(20, 1, bias=False).double()
         nn.init.zeros_(model.weight)
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **settings)
@@ -138,7 +162,9 @@ def test_alike_peers_are_followed_where_examples_show_it() -> None:
 
 
 def test_bias_correction_leaves_out_peers_of_large_hessian_gap() -> None:
-    peers = [Quadratic(c, spread(1.0, -1.0), noise=20.0) for c in (1.001, 6.0, 1.0, 0.999, 4.0, 1.0)]
+    peers = [
+        Quadratic(c, spread(1.0, -1.0), noise=20.0) for c in (1.001, 6.0, 1.0, 0.999, 4.0, 1.0)
+    ]
     problem = NoisyQuadratic(Quadratic(1.0, spread(0.0), noise=20.0), peers, x0=spread(3.0))
     estimates = measured(problem)
     assert [round(peer.hessian_gap.value, 3) for peer in estimates.peers.values()] == [
@@ -150,10 +176,13 @@ def test_bias_correction_leaves_out_peers_of_large_hessian_gap() -> None:
         0.0,
     ]
     for start in (None, 0.0):
-        chosen = theory.best_corrected_peers(estimates.constants(10_000), 10_000, initial_error=start)
+        chosen = theory.best_corrected_peers(
+            estimates.constants(10_000), 10_000, initial_error=start
+        )
         assert chosen.tau.tolist() == [0.25, 0.0, 0.25, 0.25, 0.0, 0.25]
         assert chosen.knobs.alpha == pytest.approx(0.8, abs=0.08)  # N/(N + 1) of four
-    # It is so because the bound says so: at the same alpha no other set of peers of smallest gap does better.
+    # It is so because the bound says so: at the same alpha no other set of peers of smallest gap
+    # does better.
     constants = estimates.constants(10_000)
     order = np.argsort([peer.hessian_gap.value for peer in estimates.peers.values()])
     bounds = []
@@ -163,12 +192,16 @@ def test_bias_correction_leaves_out_peers_of_large_hessian_gap() -> None:
         bounds.append(float(theory.best_correction(constants.constants(tau), 10_000, 0.85).bound))
     assert int(np.argmin(bounds)) == 3
     # And with every peer's bias drifting alike, all are kept.
-    alike = NoisyQuadratic(problem.own, [Quadratic(1.5, spread(1.0, -1.0), noise=20.0)] * 6, x0=spread(3.0))
+    alike = NoisyQuadratic(
+        problem.own, [Quadratic(1.5, spread(1.0, -1.0), noise=20.0)] * 6, x0=spread(3.0)
+    )
     kept = theory.best_corrected_peers(measured(alike).constants(10_000), 10_000).tau
     assert (kept > 0).all()
 
 
-def test_resuming_measures_and_chooses_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_measures_and_chooses_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     users = users_with_validation()
 
     def trained(rule: Any, folder: str | None, **more: Any) -> coterie.Run:
@@ -176,7 +209,10 @@ def test_resuming_measures_and_chooses_nothing_again(tmp_path: Path, monkeypatch
         out, model = folder and tmp_path / folder, nn.Linear(20, 1).double()
         return coterie.train(model, mse_loss, users[0], users[1:], rule, steps=20, out=out, **more)
 
-    rules = {"auto": coterie.BiasCorrection("auto", "auto"), "fixed": coterie.WeightedAveraging(0.5)}
+    rules = {
+        "auto": coterie.BiasCorrection("auto", "auto"),
+        "fixed": coterie.WeightedAveraging(0.5),
+    }
     whole = {name: trained(rule, None) for name, rule in rules.items()}
     for name, rule in rules.items():
         trained(rule, name, checkpoint_every=5, hooks=[lambda step: step.step == 8])
@@ -199,7 +235,9 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(KnobError, match=r"`correction` must lie in .0, 1., got 'auto'"):
         coterie.BiasCorrection(0.5, 0.5, correction="auto")  # type: ignore[arg-type]
     rule = coterie.WeightedAveraging("auto")
-    with pytest.raises(KnobError, match=r"`alpha` is 'auto', which `coterie\.train` sets before the first step"):
+    with pytest.raises(
+        KnobError, match=r"`alpha` is 'auto', which `coterie\.train` sets before the first step"
+    ):
         rule(coterie.Gradients(own=torch.zeros(1), peers=torch.zeros(1)), rule.init(torch.zeros(1)))
     with pytest.raises(KnobError, match="`beta` is 'auto'"):
         PLANTED.stationary(coterie.BiasCorrection(0.5, "auto"), lr=0.1)

@@ -72,7 +72,9 @@ def test_a_chosen_rule_serves_in_a_loop_of_ones_own() -> None:
         g = engine.gradients(x, step, rule.weights(engine.names), rows=rule.needs_rows)
         direction, state = rule(g, state)
         x = x - 0.05 * direction
-    assert float(engine.gradients(x, 0, {}).own_loss) < float(engine.gradients(torch.zeros(4), 0, {}).own_loss)
+    assert float(engine.gradients(x, 0, {}).own_loss) < float(
+        engine.gradients(torch.zeros(4), 0, {}).own_loss
+    )
     with pytest.raises(KnobError, match=r"chooser_for\(rule\).choose\(spec, engine\).rule"):
         coterie.WeightedAveraging("auto")(g, state)
 
@@ -97,6 +99,8 @@ class HalfOfThePeers:
 
 def test_a_chooser_of_ones_own_is_used_by_train() -> None:
     run = spec()
-    trained = coterie.train(run.model, run.loss, run.me, run.peers, HalfOfThePeers(), steps=4, lr=0.1)
+    trained = coterie.train(
+        run.model, run.loss, run.me, run.peers, HalfOfThePeers(), steps=4, lr=0.1
+    )
     assert trained.record.end.tau == {"a": 1.0}
     assert "the first peer" in trained.summary()

@@ -21,11 +21,14 @@ def test_squares_are_unbiased() -> None:
     rng, d, squares = np.random.default_rng(0), 60, []
     for _ in range(400):
         mine, theirs = rng.normal(size=(2, 8, d)) * 4
-        one, other = (Vectors.of(rows, Spread(), rng) for rows in (theirs + np.resize([0.5, -0.5], d), mine))
+        one, other = (
+            Vectors.of(rows, Spread(), rng) for rows in (theirs + np.resize([0.5, -0.5], d), mine)
+        )
         squares.append(one.square(other).values[0])
     error = np.std(squares) / math.sqrt(len(squares))
     assert abs(np.mean(squares) - 0.25 * d) < 3.5 * error
-    assert error < 0.05 * 2 * 16 * d / 8  # the noise of the mean difference, which must not be taken for bias
+    # the noise of the mean difference, which must not be taken for bias
+    assert error < 0.05 * 2 * 16 * d / 8
 
 
 def gradients(rng: np.random.Generator, n: int, d: int, optimum: float, scale: float = 1.0) -> Any:
@@ -71,7 +74,9 @@ def test_noise_that_batches_share_is_in_the_errors() -> None:
     rng, covered = np.random.default_rng(3), []
     for _ in range(200):
         rows = [gradients(rng, 30, 20, 1.0) for _ in range(2)]
-        drawn = [np.stack([each[rng.permutation(30)[:15]].mean(0) for _ in range(8)]) for each in rows]
+        drawn = [
+            np.stack([each[rng.permutation(30)[:15]].mean(0) for _ in range(8)]) for each in rows
+        ]
         me, alike = (Vectors.of(each, Spread((1 - 0.5) / 15, 1 / 30), rng) for each in drawn)
         value, error = root(alike.square(me))
         covered.append(value <= 2 * error)
@@ -94,7 +99,9 @@ def test_batches_of_a_run_as_long_as_it_likes_are_put_into_groups() -> None:
 def test_long_gradients_are_sketched_within_their_error() -> None:
     d = 3 * SKETCH
     problem = NoisyQuadratic(
-        Quadratic(2.0, np.zeros(d), noise=1.0), [Quadratic(3.0, np.resize([1.0, -1.0], d), noise=1.0)], x0=3.0
+        Quadratic(2.0, np.zeros(d), noise=1.0),
+        [Quadratic(3.0, np.resize([1.0, -1.0], d), noise=1.0)],
+        x0=3.0,
     )
     estimates = measured(problem)
     length = math.sqrt(d)

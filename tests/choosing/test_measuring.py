@@ -32,7 +32,12 @@ def test_constants_of_planted_quadratics() -> None:
         assert estimates.pl == pytest.approx(2.0, rel=0.05)
         assert estimates.loss == pytest.approx(0.5 * 2.0 * 9 * D)
         assert within(estimates.gradient, 2.0 * 3.0 * root)
-        for one, truth in ((estimates.noise, 1.0), (copy.noise, 0.5), (shifted.noise, 1.0), (curved.noise, 2.0)):
+        for one, truth in (
+            (estimates.noise, 1.0),
+            (copy.noise, 0.5),
+            (shifted.noise, 1.0),
+            (curved.noise, 2.0),
+        ):
             assert one.value == pytest.approx(truth * root, rel=0.25)  # √(2/(3·60)) = 11 % each
             assert one.error < 0.25 * one.value
         assert within(copy.bias_floor, 0.0)
@@ -42,13 +47,19 @@ def test_constants_of_planted_quadratics() -> None:
         # ∇f_3 − ∇f_0 = 3x = 1.5∇f_0: all growth, no floor
         assert curved.bias_growth.value == pytest.approx(2.25, rel=0.1)
         assert curved.bias_floor.value < 1.5 * root
-        assert (copy.bias_growth.value, shifted.bias_growth.value) == pytest.approx((0.0, 0.0), abs=1e-9)
+        assert (copy.bias_growth.value, shifted.bias_growth.value) == pytest.approx(
+            (0.0, 0.0), abs=1e-9
+        )
 
 
 def test_errors_are_those_of_repetition() -> None:
     """And a little more, since two of them are to cover nineteen of twenty with eight batches."""
     runs = [measured(PLANTED, seed) for seed in range(40)]
-    for seen in ([r.noise for r in runs], [r.peers["2"].bias_floor for r in runs], [r.gradient for r in runs]):
+    for seen in (
+        [r.noise for r in runs],
+        [r.peers["2"].bias_floor for r in runs],
+        [r.gradient for r in runs],
+    ):
         values, stated = np.array(seen).T
         assert 0.9 < np.sqrt(np.mean(stated**2)) / values.std(ddof=1) < 1.6
 
@@ -58,17 +69,23 @@ def test_estimates_scale_as_their_dimensions(s: float, r: float) -> None:
     """f → s·f multiplies gradients by s; x → r·x divides them by r."""
 
     def scaled(user: Quadratic) -> Quadratic:
-        curvature, optimum, noise = (np.asarray(v) for v in (user.curvature, user.optimum, user.noise))
+        curvature, optimum, noise = (
+            np.asarray(v) for v in (user.curvature, user.optimum, user.noise)
+        )
         return Quadratic(s / r**2 * curvature, r * optimum, s / r * noise)
 
-    other = NoisyQuadratic(scaled(PLANTED.own), [scaled(p) for p in PLANTED.peers], x0=r * np.asarray(PLANTED.x0))
+    other = NoisyQuadratic(
+        scaled(PLANTED.own), [scaled(p) for p in PLANTED.peers], x0=r * np.asarray(PLANTED.x0)
+    )
     one, two = measured(PLANTED), measured(other)
     assert two.loss == pytest.approx(s * one.loss)
     assert two.smoothness.value == pytest.approx(s / r**2 * one.smoothness.value)
     assert two.pl == pytest.approx(s / r**2 * one.pl)
     assert two.noise == pytest.approx([s / r * v for v in one.noise])
     for name, peer in one.peers.items():
-        assert two.peers[name].bias_floor == pytest.approx([s / r * v for v in peer.bias_floor], abs=1e-5 * s / r)
+        assert two.peers[name].bias_floor == pytest.approx(
+            [s / r * v for v in peer.bias_floor], abs=1e-5 * s / r
+        )
         assert two.peers[name].bias_growth.value == pytest.approx(peer.bias_growth.value)
         assert two.peers[name].hessian_gap.value == pytest.approx(
             s / r**2 * peer.hessian_gap.value, abs=1e-6 * s / r**2
@@ -78,7 +95,9 @@ def test_estimates_scale_as_their_dimensions(s: float, r: float) -> None:
     assert theirs.tau == pytest.approx(mine.tau, abs=1e-6)
 
 
-def setting(users: list[coterie.User], batch_size: int, model: nn.Module | None = None, **more: Any) -> Any:
+def setting(
+    users: list[coterie.User], batch_size: int, model: nn.Module | None = None, **more: Any
+) -> Any:
     model = model or nn.Linear(20, 1, bias=False).double()
     problem = RunSpec(
         *(model, mse_loss, users[0], users[1:]),
@@ -94,7 +113,9 @@ def test_noise_is_not_taken_for_bias() -> None:
     parts = {2: list[float](), 64: list[float]()}
     for batch_size, shares in parts.items():
         for seed in range(25):
-            users = [regression(f"u{k}", 24 if k == 0 else 48, TRUTH, 10 * seed + k) for k in range(3)]
+            users = [
+                regression(f"u{k}", 24 if k == 0 else 48, TRUTH, 10 * seed + k) for k in range(3)
+            ]
             engine, problem = setting(users, batch_size)
             with torch.no_grad():
                 problem.model.weight.zero_()
@@ -103,7 +124,8 @@ def test_noise_is_not_taken_for_bias() -> None:
             shares += [peer.bias_floor.value**2 / noise for peer in got.peers.values()]
     # At size 2 one batch has 24 times the noise of all 48 examples: ζ² is a small part of it.
     assert np.mean(parts[2]) < 0.1
-    # At 64 every batch is all there is, and the difference of two samples of 24 and 48 would be all "bias": 1.
+    # At 64 every batch is all there is, and the difference of two samples of 24 and 48 would be all
+    # "bias": 1.
     assert np.mean(parts[64]) < 0.6
 
 
@@ -118,7 +140,9 @@ def test_noise_of_examples_is_the_same_from_any_batch() -> None:
         drawn = Sampling(size, 40, in_run=size)
         noises = [
             measure(
-                coterie.InProcess(engine.passes.model, mse_loss, users[0], users[1:], batch_size=size, seed=seed),
+                coterie.InProcess(
+                    engine.passes.model, mse_loss, users[0], users[1:], batch_size=size, seed=seed
+                ),
                 x,
                 own=drawn,
                 peers={"u1": drawn, "u2": drawn},
@@ -137,12 +161,15 @@ def test_examples_seen_again_are_not_fresh() -> None:
     short, long = estimates.constants(1), estimates.constants(1000)
     assert short.noise == estimates.noise.value
     assert long.noise == pytest.approx(estimates.noise.value * math.sqrt(1000))
-    assert long.peer_noise[0] == pytest.approx(estimates.peers["a"].noise.value * math.sqrt(1000 * 32 / 3000))  # type: ignore[index]
+    expected = estimates.peers["a"].noise.value * math.sqrt(1000 * 32 / 3000)
+    assert long.peer_noise[0] == pytest.approx(expected)  # type: ignore[index]
 
 
 def test_peers_that_cannot_be_measured_are_left_out() -> None:
     users = [regression("me", 20, TRUTH, 0), regression("a", 20, TRUTH, 1)]
-    broken = coterie.User("broken", torch.full((5, 20), torch.inf, dtype=torch.float64), torch.zeros(5, 1).double())
+    broken = coterie.User(
+        "broken", torch.full((5, 20), torch.inf, dtype=torch.float64), torch.zeros(5, 1).double()
+    )
     estimates = before_training(*setting([*users, broken], 8))
     assert list(estimates.peers) == ["a"]
     assert estimates.left_out == {"broken": "not finite"}
@@ -171,7 +198,8 @@ def test_two_standard_errors_of_what_measure_gives_cover_in_process(n: int, size
             users.append(coterie.User(name, torch.from_numpy(x), torch.from_numpy(y[:, None])))
         engine = coterie.InProcess(model, mse_loss, users[0], users[1:], batch_size=size, seed=k)
         got = measure(engine, torch.zeros(d, dtype=torch.float64))
-        variance = (4 * (2 * d + 2) - 4) / size  # E‖g‖² − ‖E g‖² of a batch, for targets of variance 2
+        # E‖g‖² − ‖E g‖² of a batch, for targets of variance 2
+        variance = (4 * (2 * d + 2) - 4) / size
         truths = {
             "noise": (got.noise, math.sqrt(variance)),
             "gradient": (got.gradient, 2.0),
@@ -192,7 +220,9 @@ class Watched:
         self.engine, self.asked = engine, list[tuple[int, int, bool]]()
         self.names = engine.names
 
-    def gradients(self, x: Tensor, step: int, weights: Any, rows: bool = False) -> coterie.Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Any, rows: bool = False
+    ) -> coterie.Gradients:
         self.asked.append((step, len(weights), rows))
         g: coterie.Gradients = self.engine.gradients(x, step, weights, rows)
         return g
@@ -218,14 +248,19 @@ def test_curvature_is_that_of_other_examples_than_chose_the_way() -> None:
     squares = []
     for seed in range(60):
         users = [
-            regression(name, 30, TRUTH / TRUTH.norm(), 10 * seed + k) for k, name in enumerate(("me", "curved"))
+            regression(name, 30, TRUTH / TRUTH.norm(), 10 * seed + k)
+            for k, name in enumerate(("me", "curved"))
         ]
         inputs, targets = users[1].examples.take(torch.arange(30))
-        engine, problem = setting([users[0], coterie.User("curved", 1.5 * inputs, 1.5 * targets)], 8)
+        engine, problem = setting(
+            [users[0], coterie.User("curved", 1.5 * inputs, 1.5 * targets)], 8
+        )
         with torch.no_grad():
             problem.model.weight.zero_()
         estimates = before_training(engine, problem)
-        squares.append((estimates.smoothness.value**2, estimates.peers["curved"].hessian_gap.value ** 2))
+        squares.append(
+            (estimates.smoothness.value**2, estimates.peers["curved"].hessian_gap.value ** 2)
+        )
     error = np.std(squares, axis=0) / math.sqrt(len(squares))
     assert (np.abs(np.mean(squares, axis=0) - [4.0, 6.25]) < 3 * error).all()
     assert (error < [0.6, 1.3]).all()

@@ -21,7 +21,9 @@ from coterie.users.sampling import random_key
 QUIET: dict[str, Any] = {"measure": False, "progress": False}
 
 
-def users(n: int = 24, classes: int = 0, **held_out: object) -> tuple[coterie.User, list[coterie.User]]:
+def users(
+    n: int = 24, classes: int = 0, **held_out: object
+) -> tuple[coterie.User, list[coterie.User]]:
     random = torch.Generator().manual_seed(0)
     truth = torch.randn(4, max(1, classes), generator=random)
 
@@ -51,7 +53,9 @@ def test_a_run_serves_the_closed_form(classes: int, family: Family) -> None:
         return x.double().numpy(), y.numpy()
 
     seed = random_key(0, "me/folds") % 2**32
-    fitted = fit_here(*numbers(me), [numbers(peer) for peer in peers], family, max(1, classes), seed=seed)
+    fitted = fit_here(
+        *numbers(me), [numbers(peer) for peer in peers], family, max(1, classes), seed=seed
+    )
     for model, entry in ((run.model, fitted.served), (run.alone, fitted.alone)):
         slopes, base = weights(model)
         np.testing.assert_allclose(slopes, entry.parameters[:-1], rtol=1e-5)
@@ -72,11 +76,16 @@ def test_it_does_not_depend_on_how_gradients_would_be_followed() -> None:
 
 def test_the_record_has_the_leaderboard_and_a_verdict_without_a_test_set() -> None:
     me, peers = users()
-    run = coterie.train(nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET)
+    run = coterie.train(
+        nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET
+    )
     account = run.record.end.account
     assert {"served", "constant", "alone", "pooled", "hierarchical"} <= set(account["leaderboard"])
     assert account["exchanges"] <= 60
-    assert "24 own examples, each by models that were fitted and mixed without it" in run.record.end.verdict
+    assert (
+        "24 own examples, each by models that were fitted and mixed without it"
+        in run.record.end.verdict
+    )
     assert "a mixture is served" in run.summary()
 
 
@@ -84,11 +93,15 @@ def test_validation_examples_are_evidence_and_not_fitted_to() -> None:
     """Validation examples of another truth move the weights; their number moves nothing else."""
     me, peers = users()
     inputs = torch.randn(60, 4)
-    contrary = (inputs, -(me.examples.take(torch.arange(1))[1][0] + inputs.sum(1, keepdim=True) * 3))
+    contrary = (
+        inputs,
+        -(me.examples.take(torch.arange(1))[1][0] + inputs.sum(1, keepdim=True) * 3),
+    )
     judged = users(validation=contrary)[0]
     loss = nn.functional.mse_loss
     one, two = (
-        coterie.train(nn.Linear(4, 1), loss, each, peers, coterie.Mixture(), **QUIET) for each in (me, judged)
+        coterie.train(nn.Linear(4, 1), loss, each, peers, coterie.Mixture(), **QUIET)
+        for each in (me, judged)
     )
     assert not np.array_equal(weights(one.model)[0], weights(two.model)[0])
     boards = [run.record.end.account["leaderboard"] for run in (one, two)]
@@ -98,12 +111,17 @@ def test_validation_examples_are_evidence_and_not_fitted_to() -> None:
 def test_another_model_or_loss_is_trained_by_gradients() -> None:
     me, peers = users()
     network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    run = coterie.train(network, nn.functional.mse_loss, me, peers, coterie.Mixture(), steps=4, **QUIET)
+    run = coterie.train(
+        network, nn.functional.mse_loss, me, peers, coterie.Mixture(), steps=4, **QUIET
+    )
     assert (
-        run.record.configuration.choice["sentence"] == "trained by gradient steps: the model is not one `nn.Linear`"
+        run.record.configuration.choice["sentence"]
+        == "trained by gradient steps: the model is not one `nn.Linear`"
     )
     assert run.step == 4
-    run = coterie.train(nn.Linear(4, 1), nn.functional.l1_loss, me, peers, coterie.Mixture(), steps=4, **QUIET)
+    run = coterie.train(
+        nn.Linear(4, 1), nn.functional.l1_loss, me, peers, coterie.Mixture(), steps=4, **QUIET
+    )
     assert "the loss is not" in run.record.configuration.choice["sentence"]
 
 
@@ -128,14 +146,18 @@ def test_which_losses_are_known() -> None:
 
 def test_one_own_example_and_nobody_else() -> None:
     me, peers = users(n=1)
-    run = coterie.train(nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET)
+    run = coterie.train(
+        nn.Linear(4, 1), nn.functional.mse_loss, me, peers, coterie.Mixture(), **QUIET
+    )
     assert np.isfinite(weights(run.model)[0]).all()
 
 
 # The default.
 
 
-def planted(seed: int, stranger: bool) -> tuple[coterie.User, list[coterie.User], np.ndarray[Any, Any]]:
+def planted(
+    seed: int, stranger: bool
+) -> tuple[coterie.User, list[coterie.User], np.ndarray[Any, Any]]:
     """Return users who differ in one of 8 coefficients: 40 own rows, 8 peers of 200; and the own coefficients."""
     random = np.random.default_rng(seed)
     centre, spread = random.normal(size=8), np.array([0.05] * 7 + [1.0])
@@ -150,7 +172,9 @@ def planted(seed: int, stranger: bool) -> tuple[coterie.User, list[coterie.User]
 
 
 @pytest.mark.parametrize(("stranger", "most"), [(False, 0.4), (True, 1.1)])
-def test_with_nothing_set_it_is_better_than_a_ridge_by_cross_validation(stranger: bool, most: float) -> None:
+def test_with_nothing_set_it_is_better_than_a_ridge_by_cross_validation(
+    stranger: bool, most: float
+) -> None:
     ours, ridge = [], []
     for seed in range(10):
         me, peers, truth = planted(seed, stranger)
@@ -163,11 +187,15 @@ def test_with_nothing_set_it_is_better_than_a_ridge_by_cross_validation(stranger
     assert np.mean(ours) <= most * np.mean(ridge)
 
 
-@pytest.mark.parametrize("settings", [{"lr": 0.1}, {"steps": 20}, {"optimizer": torch.optim.SGD, "lr": 0.01}])
+@pytest.mark.parametrize(
+    "settings", [{"lr": 0.1}, {"steps": 20}, {"optimizer": torch.optim.SGD, "lr": 0.01}]
+)
 def test_who_describes_steps_gets_them(settings: dict[str, Any]) -> None:
     me, peers, _ = planted(0, stranger=False)
     settings = {"steps": 3} | settings if "lr" in settings else settings
-    run = coterie.train(nn.Linear(8, 1), nn.functional.mse_loss, me, peers, measure=False, **settings)
+    run = coterie.train(
+        nn.Linear(8, 1), nn.functional.mse_loss, me, peers, measure=False, **settings
+    )
     assert run.record.configuration.rule == "AdaptiveAveraging()"
 
 
@@ -176,4 +204,6 @@ def test_private_peers_are_asked_for_gradients() -> None:
     me, peers, _ = planted(0, stranger=False)
     base = coterie.RunSpec(nn.Linear(8, 1), nn.functional.mse_loss, me, peers)
     assert isinstance(default_rule(base), coterie.Mixture)
-    assert isinstance(default_rule(replace(base, engine=partial(PrivatePeers))), coterie.AdaptiveAveraging)
+    assert isinstance(
+        default_rule(replace(base, engine=partial(PrivatePeers))), coterie.AdaptiveAveraging
+    )

@@ -45,7 +45,9 @@ def test_a_bad_command_is_one_message_and_leaves_nothing(
 @pytest.mark.parametrize("seed", ["-1", str(2**40)])
 def test_any_seed_and_markup_in_names_will_do(tmp_path: Path, seed: str) -> None:
     frame = table().replace({"ward": {"b": "[/blue]", "a": "[red]"}})
-    command = train(tmp_path, frame, ["--me", "[red]", "--seed", seed, "--rule", "wga", "--model", "mlp"])
+    command = train(
+        tmp_path, frame, ["--me", "[red]", "--seed", seed, "--rule", "wga", "--model", "mlp"]
+    )
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "ill for [red], classification, 2 peers" in result.output
@@ -56,7 +58,9 @@ def test_peers_that_are_left_out_are_told(tmp_path: Path) -> None:
     frame.loc[frame.ward == "c", "ill"] = "yes"
     result = RUNNER.invoke(app, train(tmp_path, frame, []))
     assert result.exit_code == 0, result.output
-    assert "coterie: the peer 'c' is left out: its rows are of one class only ('yes')" in result.stderr
+    assert (
+        "coterie: the peer 'c' is left out: its rows are of one class only ('yes')" in result.stderr
+    )
     page = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
     assert "Who was left out" in page
     assert "its rows are of one class only" in page
@@ -68,11 +72,15 @@ def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:
     assert isinstance(RUNNER.invoke(app, ["--debug", *command]).exception, KnobError)
 
 
-def test_an_error_that_nobody_foresaw_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_foresaw_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coterie.tables.fit.train", lambda *_, **__: 1 / 0)
     result = RUNNER.invoke(app, train(tmp_path, table(), []))
     assert result.exit_code == 1
-    assert result.stderr.startswith("coterie: an error that was not foreseen, ZeroDivisionError: division by zero;")
+    assert result.stderr.startswith(
+        "coterie: an error that was not foreseen, ZeroDivisionError: division by zero;"
+    )
     assert "Traceback" not in result.output
 
 
@@ -97,37 +105,69 @@ def test_the_version_is_told() -> None:
         (["--leave-out", "z"], "`--leave-out` names no user"),
         (["--features", "age", "--drop", "age"], "`--features` and `--drop` both name 'age'"),
         (["--test", "0"], "`--test` must be above 0 and below 1, got 0.0"),
-        (["--validation", "0.5", "--test", "0.5"], "0 cannot be for training: 2 are needed, hold out less"),
-        (["--model", "operator:not_"], "'operator:not_'(4, 2), which makes the model, raised TypeError"),
+        (
+            ["--validation", "0.5", "--test", "0.5"],
+            "0 cannot be for training: 2 are needed, hold out less",
+        ),
+        (
+            ["--model", "operator:not_"],
+            "'operator:not_'(4, 2), which makes the model, raised TypeError",
+        ),
     ],
 )
-def test_a_message_speaks_of_options_as_they_are_written(tmp_path: Path, options: list[str], told: str) -> None:
+def test_a_message_speaks_of_options_as_they_are_written(
+    tmp_path: Path, options: list[str], told: str
+) -> None:
     assert told in RUNNER.invoke(app, train(tmp_path, table(), options)).stderr
 
 
 def test_a_file_that_is_not_in_utf_8_says_what_to_do(tmp_path: Path) -> None:
     command = train(tmp_path, table(), [])
-    table().replace({"sex": {"f": "Zürich"}}).to_csv(tmp_path / "visits.csv", index=False, encoding="latin-1")
+    table().replace({"sex": {"f": "Zürich"}}).to_csv(
+        tmp_path / "visits.csv", index=False, encoding="latin-1"
+    )
     told = RUNNER.invoke(app, command).stderr
     assert "visits.csv is not in UTF-8: byte 0xfc is no part of it; save it again as UTF-8" in told
 
 
-def test_the_last_line_is_a_command_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_line_is_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "nets.py").write_text("from torch.nn import Linear\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    named = ["--model", "nets:Linear", "--rule", "wga", "--leave-out", "c", "--out", str(tmp_path / "a run")]
+    named = [
+        "--model",
+        "nets:Linear",
+        "--rule",
+        "wga",
+        "--leave-out",
+        "c",
+        "--out",
+        str(tmp_path / "a run"),
+    ]
     result = RUNNER.invoke(app, train(tmp_path, table(), named))
     assert "classification, 1 peer\n" in re.sub(r" +\n", "\n", result.stdout)
     command = shlex.split(result.stdout.splitlines()[-1].partition("coterie ")[2])
-    applied = RUNNER.invoke(app, [word.replace("FILE", str(tmp_path / "visits.csv")) for word in command])
+    applied = RUNNER.invoke(
+        app, [word.replace("FILE", str(tmp_path / "visits.csv")) for word in command]
+    )
     assert applied.stdout.startswith("prediction,probability_no,probability_yes\n")
 
 
 def test_who_reads_no_further_is_told_nothing(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, train(tmp_path, table(), ["--rule", "wga"])).exit_code == 0
     pd.concat([table()] * 100).to_csv(tmp_path / "many.csv", index=False)
-    words = [sys.executable, "-m", "coterie", "predict", str(tmp_path / "run"), str(tmp_path / "many.csv")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    words = [
+        sys.executable,
+        "-m",
+        "coterie",
+        "predict",
+        str(tmp_path / "run"),
+        str(tmp_path / "many.csv"),
+    ]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith("prediction,")

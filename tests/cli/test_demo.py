@@ -15,10 +15,14 @@ RUNNER = CliRunner()
 
 
 def test_demo_prints_a_table_and_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path), "--seeds", "2", "--steps", "20", "--me", "3"])
+    result = RUNNER.invoke(
+        app, ["demo", "--out", str(tmp_path), "--seeds", "2", "--steps", "20", "--me", "3"]
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [(r["seed"], r["method"]) for r in rows] == [(s, m) for s in (0, 1) for m in demo.METHODS]
+    assert [(r["seed"], r["method"]) for r in rows] == [
+        (s, m) for s in (0, 1) for m in demo.METHODS
+    ]
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     found = demo.table([demo.Result(**row) for row in rows])
     assert [row["method"] for row in found] == list(demo.METHODS)
@@ -41,7 +45,8 @@ def test_demo_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "train", "predict", "plan", "explore", "reproduce", "bench", "list", "worker"]
+    "command",
+    ["demo", "train", "predict", "plan", "explore", "reproduce", "bench", "list", "worker"],
 )
 def test_every_command_explains_itself(command: str) -> None:
     result = RUNNER.invoke(app, [command, "--help"])

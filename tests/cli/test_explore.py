@@ -37,15 +37,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, rule in rules.items():
         torch.manual_seed(0)
-        options: dict[str, Any] = {"steps": 20, "guard": "held-out", "measure": name == "wga", "progress": False}
-        coterie.train(nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, out=folder / name, **options)
+        options: dict[str, Any] = {
+            "steps": 20,
+            "guard": "held-out",
+            "measure": name == "wga",
+            "progress": False,
+        }
+        coterie.train(
+            nn.Linear(20, 1).double(),
+            mse_loss,
+            users[0],
+            users[1:],
+            rule,
+            out=folder / name,
+            **options,
+        )
     return folder
 
 
 def test_runs_are_compared_on_one_page(runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "runs.html"
     result = RUNNER.invoke(
-        app, ["explore", str(runs / "wga"), str(runs / "alone" / "record.jsonl"), "--out", str(page)]
+        app,
+        ["explore", str(runs / "wga"), str(runs / "alone" / "record.jsonl"), "--out", str(page)],
     )
     assert result.exit_code == 0, result.output
     text = page.read_text(encoding="utf-8")
@@ -56,7 +70,9 @@ def test_runs_are_compared_on_one_page(runs: Path, tmp_path: Path) -> None:
     assert "do not compare" not in text
     users = users_with_validation()
     model = nn.Linear(20, 1).double()
-    coterie.train(model, mse_loss, users[1], users[2:], coterie.Alone(), steps=2, out=tmp_path / "other")
+    coterie.train(
+        model, mse_loss, users[1], users[2:], coterie.Alone(), steps=2, out=tmp_path / "other"
+    )
     both = [str(runs / "wga"), str(tmp_path / "other")]
     assert RUNNER.invoke(app, ["explore", *both, "--out", str(page)]).exit_code == 0
     assert "do not compare their losses" in page.read_text(encoding="utf-8")
@@ -65,7 +81,9 @@ def test_runs_are_compared_on_one_page(runs: Path, tmp_path: Path) -> None:
     assert "holds no run" in missing.stderr
 
 
-def test_a_method_without_weights_is_not_drawn_as_if_nobody_were_heard(runs: Path, tmp_path: Path) -> None:
+def test_a_method_without_weights_is_not_drawn_as_if_nobody_were_heard(
+    runs: Path, tmp_path: Path
+) -> None:
     users, page = users_with_validation(), tmp_path / "runs.html"
     options: dict[str, Any] = {
         "lr": 1e-3,
@@ -76,7 +94,9 @@ def test_a_method_without_weights_is_not_drawn_as_if_nobody_were_heard(runs: Pat
     }
     model, method = nn.Linear(20, 1).double(), coterie.methods.FedAvg(2)
     coterie.train(model, mse_loss, users[0], users[1:], method, **options)
-    result = RUNNER.invoke(app, ["explore", str(runs / "alone"), str(tmp_path / "fedavg"), "--out", str(page)])
+    result = RUNNER.invoke(
+        app, ["explore", str(runs / "alone"), str(tmp_path / "fedavg"), "--out", str(page)]
+    )
     assert result.exit_code == 0, result.output
     text = page.read_text(encoding="utf-8")
     assert text.count("whom the model listens to") == 1, "for the run alone, which asks nobody"
@@ -92,11 +112,14 @@ def test_a_run_gives_the_constants_of_a_plan(runs: Path) -> None:
     record = coterie.Record.load(runs / "wga" / "record.jsonl")
     estimates = Estimates.from_plain(record.configuration.estimates)
     equal = np.full(len(estimates.peers), 1 / len(estimates.peers))
-    wanted = theory.plan(estimates.constants(500).constants(equal), 500)  # the average with equal weights
+    # the average with equal weights
+    wanted = theory.plan(estimates.constants(500).constants(equal), 500)
     for name in ("alone", "wga", "bc"):
         assert found[name]["bound"] == pytest.approx(float(wanted[name].bound))
         assert found[name]["alpha"] == pytest.approx(float(wanted[name].alpha))
-    less = json.loads(RUNNER.invoke(app, ["plan", str(runs / "wga"), "--noise", "0.001", "--json"]).stdout)
+    less = json.loads(
+        RUNNER.invoke(app, ["plan", str(runs / "wga"), "--noise", "0.001", "--json"]).stdout
+    )
     assert less["alone"]["bound"] < found["alone"]["bound"]
 
 
@@ -123,8 +146,19 @@ def test_a_table_gives_the_constants_of_a_plan(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["plan", "--data", str(tmp_path / "t.csv"), *named, "--json"])
     assert result.exit_code == 0, result.output
     assert 0.5 < json.loads(result.stdout)["bc_oracle"]["alpha"] < 1  # two peers, about as noisy
-    frame.assign(seen="2024-01-31").to_csv(tmp_path / "other.csv", index=False, sep=";", decimal=",")
-    table = ["--data", str(tmp_path / "other.csv"), "--sep", ";", "--decimal", ",", "--drop", "seen"]
+    frame.assign(seen="2024-01-31").to_csv(
+        tmp_path / "other.csv", index=False, sep=";", decimal=","
+    )
+    table = [
+        "--data",
+        str(tmp_path / "other.csv"),
+        "--sep",
+        ";",
+        "--decimal",
+        ",",
+        "--drop",
+        "seen",
+    ]
     again = RUNNER.invoke(app, ["plan", *table, *named, "--json"])
     assert json.loads(again.stdout) == json.loads(result.stdout)
 
@@ -132,7 +166,14 @@ def test_a_table_gives_the_constants_of_a_plan(tmp_path: Path) -> None:
 def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_page, "POSITIONS", 3)
     problem = theory.Constants(
-        n_peers=9, noise=10, bias_floor=0.4, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5, peer_noise=5
+        n_peers=9,
+        noise=10,
+        bias_floor=0.4,
+        hessian_gap=0.1,
+        smoothness=2,
+        pl=1,
+        initial_gap=5,
+        peer_noise=5,
     )
     table = plan_page.lookup(problem, 1000)
     values, columns = table["values"], table["columns"]
@@ -150,7 +191,10 @@ def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> Non
             assert shown["speedup"] == pytest.approx(float(choice.speedup), rel=1e-3)
             assert shown["bound"] == pytest.approx(float(choice.bound), rel=1e-3)
     nothing = plan_page.lookup(
-        theory.Constants(n_peers=1, noise=1, bias_floor=0, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5), 9
+        theory.Constants(
+            n_peers=1, noise=1, bias_floor=0, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5
+        ),
+        9,
     )
     assert nothing["values"]["bias"][0] == 0
     assert nothing["values"]["peers"] == [1, 2, 3]
@@ -158,9 +202,17 @@ def test_what_sliders_show_is_the_theory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("n_peers", [1, 2, 3, 4, 30])
 @pytest.mark.parametrize("bias", [0.0, 0.4])
-def test_sliders_begin_at_the_problem_that_the_headline_is_about(n_peers: int, bias: float, tmp_path: Path) -> None:
+def test_sliders_begin_at_the_problem_that_the_headline_is_about(
+    n_peers: int, bias: float, tmp_path: Path
+) -> None:
     problem = theory.Constants(
-        n_peers=n_peers, noise=10, bias_floor=bias, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5
+        n_peers=n_peers,
+        noise=10,
+        bias_floor=bias,
+        hessian_gap=0.1,
+        smoothness=2,
+        pl=1,
+        initial_gap=5,
     )
     page = plan_page.write_plan_page(tmp_path, problem, 1000).read_text(encoding="utf-8")
     shown = dict(re.findall(r'<output id="of-(\w+)">([\d.]+)</output>', page))
@@ -177,7 +229,10 @@ def test_sliders_begin_at_the_problem_that_the_headline_is_about(n_peers: int, b
 def test_a_folder_of_many_runs_says_to_name_one(runs: Path) -> None:
     result = RUNNER.invoke(app, ["explore", str(runs)])
     assert result.exit_code == 2
-    assert f"{runs} holds a run for each user; name one of them, such as {runs / 'alone'}" in result.stderr
+    assert (
+        f"{runs} holds a run for each user; name one of them, such as {runs / 'alone'}"
+        in result.stderr
+    )
 
 
 def test_a_table_that_is_too_wide_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,4 +242,5 @@ def test_a_table_that_is_too_wide_is_folded_not_cut(capsys: pytest.CaptureFixtur
     Console(width=60).print(rich_table(None, rows))
     shown = capsys.readouterr().out
     assert "…" not in shown
-    assert sum(shown.count(digit) for digit in "67") == 9 * 2 + 2  # of the numbers, and of two columns
+    # of the numbers, and of two columns
+    assert sum(shown.count(digit) for digit in "67") == 9 * 2 + 2

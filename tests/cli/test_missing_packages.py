@@ -16,7 +16,11 @@ from coterie.registry import IMPORTS
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a table, modules that need packages, and the first file of a server."""
-    table = {"clinic": ["a", "b"] * 20, "age": [30.0, 41.5, 52.0, 60.0, 48.0] * 8, "ill": [0, 1, 1, 0] * 10}
+    table = {
+        "clinic": ["a", "b"] * 20,
+        "age": [30.0, 41.5, 52.0, 60.0, 48.0] * 8,
+        "ill": [0, 1, 1, 0] * 10,
+    }
     pd.DataFrame(table).to_csv(tmp_path / "visits.csv", index=False)
     (tmp_path / "adapter.py").write_text("import peft.tuners\n", encoding="utf-8")
     (tmp_path / "reader.py").write_text("import pyreadr\n", encoding="utf-8")
@@ -24,7 +28,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     startup.mkdir(parents=True)
     (startup / "fed_server.json").write_text("{}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(IMPORTS, "")  # which `--import` adds to, and later tests' processes would inherit
+    # which `--import` adds to, and later tests' processes would inherit
+    monkeypatch.setenv(IMPORTS, "")
     return tmp_path
 
 
@@ -36,7 +41,11 @@ TRAIN = "train --data visits.csv --user-column clinic --target ill --me a --out 
 @pytest.mark.parametrize(
     ("missing", "command", "said"),
     [
-        ("nvflare", "federate init new --data visits.csv --target ill --server localhost --site b", FLARE),
+        (
+            "nvflare",
+            "federate init new --data visits.csv --target ill --server localhost --site b",
+            FLARE,
+        ),
         ("nvflare", "federate server trial", FLARE),
         ("peft", "--import adapter.py list", f"the package 'peft' is {HUGGING_FACE}"),
         (
@@ -44,13 +53,20 @@ TRAIN = "train --data visits.csv --user-column clinic --target ill --me a --out 
             f"{TRAIN} --tracker mlflow",
             "this tracker needs 'mlflow', which is not installed; `pip install mlflow`",
         ),
-        ("pyreadr", "--import reader.py list", "the package 'pyreadr' is not installed; `pip install pyreadr`"),
+        (
+            "pyreadr",
+            "--import reader.py list",
+            "the package 'pyreadr' is not installed; `pip install pyreadr`",
+        ),
     ],
 )
-def test_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str, command: str, said: str) -> None:
+def test_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str, command: str, said: str
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)  # what Python takes for a package that is not there
+    # what Python takes for a package that is not there
+    monkeypatch.setitem(sys.modules, missing, None)
     answer = CliRunner().invoke(app, command.split())
     assert answer.exit_code == 2
     assert answer.output == f"coterie: {said}\n"

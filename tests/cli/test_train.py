@@ -35,7 +35,12 @@ def table(tmp_path: Path) -> Path:
     ill = age + 8 * (sex == "m") + rng.normal(0, 4, n) > 54
     age[::17] = np.nan
     frame = pd.DataFrame(
-        {"ward": np.resize(["a", "b", "c"], n), "age": age, "sex": sex, "ill": np.where(ill, "yes", "no")}
+        {
+            "ward": np.resize(["a", "b", "c"], n),
+            "age": age,
+            "sex": sex,
+            "ill": np.where(ill, "yes", "no"),
+        }
     )
     path = tmp_path / "visits.csv"
     frame.assign(dose=np.nan_to_num(age, nan=50) * 2 + 7.25).to_csv(path, index=False)
@@ -60,7 +65,9 @@ def train(table: Path, out: Path, *options: str, target: str = "ill") -> list[st
     return ["train", "--data", str(table), *named, *options]
 
 
-def test_train_reports_beside_alone_and_predict_applies_what_was_saved(table: Path, tmp_path: Path) -> None:
+def test_train_reports_beside_alone_and_predict_applies_what_was_saved(
+    table: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     result = RUNNER.invoke(app, train(table, out))
     assert result.exit_code == 0, result.output
@@ -88,23 +95,41 @@ def test_train_reports_beside_alone_and_predict_applies_what_was_saved(table: Pa
     pd.testing.assert_frame_equal(pd.read_csv(written), predictions)
 
 
-def test_ids_are_written_beside_predictions_as_they_are_in_the_table(table: Path, tmp_path: Path) -> None:
+def test_ids_are_written_beside_predictions_as_they_are_in_the_table(
+    table: Path, tmp_path: Path
+) -> None:
     frame = pd.read_csv(table)
     ids = [f"{row:03d}" for row in range(len(frame))]
     frame.assign(patient=ids).to_csv(table, index=False)
-    assert RUNNER.invoke(app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")).exit_code == 0
+    assert (
+        RUNNER.invoke(
+            app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")
+        ).exit_code
+        == 0
+    )
     predicted = RUNNER.invoke(app, ["predict", str(tmp_path / "run"), str(table)]).stdout
     assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == ids
 
 
-def test_a_spreadsheet_runs_no_cell_of_what_is_written_unless_it_is_asked_for(table: Path, tmp_path: Path) -> None:
+def test_a_spreadsheet_runs_no_cell_of_what_is_written_unless_it_is_asked_for(
+    table: Path, tmp_path: Path
+) -> None:
     frame = pd.read_csv(table)
     ids = [f"=cmd|{row}" for row in range(len(frame))]
     frame.assign(patient=ids).to_csv(table, index=False)
-    assert RUNNER.invoke(app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")).exit_code == 0
+    assert (
+        RUNNER.invoke(
+            app, train(table, tmp_path / "run", "--id", "patient", "--steps", "2")
+        ).exit_code
+        == 0
+    )
     for options, before in (([], "'"), (["--raw"], "")):
-        predicted = RUNNER.invoke(app, ["predict", str(tmp_path / "run"), str(table), *options]).stdout
-        assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == [before + one for one in ids]
+        predicted = RUNNER.invoke(
+            app, ["predict", str(tmp_path / "run"), str(table), *options]
+        ).stdout
+        assert pd.read_csv(io.StringIO(predicted), dtype=str)["patient"].tolist() == [
+            before + one for one in ids
+        ]
 
 
 def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_path: Path) -> None:
@@ -123,7 +148,9 @@ def test_the_reported_test_metric_is_that_of_the_saved_model(table: Path, tmp_pa
 
 def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
     command = [
-        word for word in train(table, tmp_path / "run", "--own-examples", "12") if word not in ("--rule", "wga")
+        word
+        for word in train(table, tmp_path / "run", "--own-examples", "12")
+        if word not in ("--rule", "wga")
     ]
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -135,7 +162,9 @@ def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
 
 def test_knobs_by_the_theory_and_the_page_that_shows_why(table: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    result = RUNNER.invoke(app, train(table, out, "--rule", "bc", "--alpha", "auto", "--beta", "auto"))
+    result = RUNNER.invoke(
+        app, train(table, out, "--rule", "bc", "--alpha", "auto", "--beta", "auto")
+    )
     assert result.exit_code == 0, result.output
     configuration = Record.load(out / "record.jsonl").configuration
     assert configuration.rule == "BiasCorrection(alpha='auto', beta='auto')"
@@ -153,16 +182,22 @@ def test_other_rules(table: Path, tmp_path: Path, rule: str) -> None:
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / rule / "record.jsonl")
     wanted = (
-        "Alone()" if rule == "alone" else "WeightedAveraging(alpha=0.7692307692307693, tau={'b': 0.5, 'c': 0.5})"
+        "Alone()"
+        if rule == "alone"
+        else "WeightedAveraging(alpha=0.7692307692307693, tau={'b': 0.5, 'c': 0.5})"
     )
     assert record.configuration.rule == wanted
 
 
 @pytest.mark.parametrize("options", [[], ["--lr", "0.3"]])
-def test_a_method_by_name_takes_rounds_of_plain_steps(table: Path, tmp_path: Path, options: list[str]) -> None:
+def test_a_method_by_name_takes_rounds_of_plain_steps(
+    table: Path, tmp_path: Path, options: list[str]
+) -> None:
     """The model is that of `coterie.train` with the method, and so is the verdict."""
     out = tmp_path / "run"
-    result = RUNNER.invoke(app, train(table, out, "--rule", "fedavg", "--knob", "local_steps=3", *options))
+    result = RUNNER.invoke(
+        app, train(table, out, "--rule", "fedavg", "--knob", "local_steps=3", *options)
+    )
     assert result.exit_code == 0, result.output
     record = Record.load(out / "record.jsonl")
     lr = 0.3 if options else 0.1
@@ -182,7 +217,9 @@ def test_a_method_by_name_takes_rounds_of_plain_steps(table: Path, tmp_path: Pat
 
 
 def test_knobs_of_a_method_may_depend_on_its_rounds(table: Path, tmp_path: Path) -> None:
-    assert RUNNER.invoke(app, train(table, tmp_path / "run", "--rule", "fedavg-tuned")).exit_code == 0
+    assert (
+        RUNNER.invoke(app, train(table, tmp_path / "run", "--rule", "fedavg-tuned")).exit_code == 0
+    )
     rule = Record.load(tmp_path / "run" / "record.jsonl").configuration.rule
     assert rule == f"FineTuning(rounds={round(0.3 * 60)}, together=FedAvg(local_steps=5))"
 
@@ -203,7 +240,8 @@ def test_weights_by_name_and_a_model_of_ones_own(
     (tmp_path / "mine.py").write_text(source, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     result = RUNNER.invoke(
-        app, train(table, tmp_path / "r", "--tau", "b=0.25", "--tau", "c=0.75", "--model", "mine:net")
+        app,
+        train(table, tmp_path / "r", "--tau", "b=0.25", "--tau", "c=0.75", "--model", "mine:net"),
     )
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "r" / "record.jsonl")
@@ -222,12 +260,27 @@ def test_weights_by_name_and_a_model_of_ones_own(
         (["--alpha", "1.5"], "`--alpha` must lie in [0, 1], got 1.5"),
         (["--rule", "bc", "--beta", "best"], "`--beta` must be a number or \"auto\", got 'best'"),
         (["--beta", "0.1"], "`--beta` does not fit 'wga', which takes alpha, tau, aggregator"),
-        (["--rule", "alone", "--alpha", "0.5"], "`--alpha` does not fit 'alone', which takes no knobs"),
-        (["--knob", "speed=1"], "`--knob speed` does not fit 'wga', which takes alpha, tau, aggregator"),
+        (
+            ["--rule", "alone", "--alpha", "0.5"],
+            "`--alpha` does not fit 'alone', which takes no knobs",
+        ),
+        (
+            ["--knob", "speed=1"],
+            "`--knob speed` does not fit 'wga', which takes alpha, tau, aggregator",
+        ),
         (["--knob", "speed"], "`--knob` must be NAME=VALUE, got 'speed'"),
-        (["--rule", "bc", "--knob", "warm_up=perhaps"], "`--knob warm_up` must be true or false, got 'perhaps'"),
-        (["--rule", "bc", "--knob", "start=third"], '`--knob start` must be "first" or "zero", got \'third\''),
-        (["--knob", "aggregator=magic"], "unknown aggregator 'magic'; the aggregators are mean, median"),
+        (
+            ["--rule", "bc", "--knob", "warm_up=perhaps"],
+            "`--knob warm_up` must be true or false, got 'perhaps'",
+        ),
+        (
+            ["--rule", "bc", "--knob", "start=third"],
+            '`--knob start` must be "first" or "zero", got \'third\'',
+        ),
+        (
+            ["--knob", "aggregator=magic"],
+            "unknown aggregator 'magic'; the aggregators are mean, median",
+        ),
         (["--rule", "magic"], "unknown rule 'magic'; the rules are alone, pooled, wga, bc"),
         (["--rule", "magic"], ", data-interpolation, and the methods fedavg, fedavg-tuned"),
         (["--rule", "fedavg", "--tau", "b=1"], "'fedavg' takes no `--tau`"),
@@ -236,8 +289,14 @@ def test_weights_by_name_and_a_model_of_ones_own(
             "`--knob local_steps` must be a whole number, at least 1",
         ),
         (["--rule", "selfish", "--knob", "internal=z"], "`internal` names 'z', who is no peer"),
-        (["--rule", "fedavg", "--local-steps", "2"], "a method has rounds of its own: leave `--exchange-every`"),
-        (["--rule", "fedavg", "--me", "all"], "`--me all` trains each user by a rule, which 'fedavg' is not"),
+        (
+            ["--rule", "fedavg", "--local-steps", "2"],
+            "a method has rounds of its own: leave `--exchange-every`",
+        ),
+        (
+            ["--rule", "fedavg", "--me", "all"],
+            "`--me all` trains each user by a rule, which 'fedavg' is not",
+        ),
         (["--rule", "fedbn"], "BatchNorm"),
         (["--metric", "magic"], "unknown metric 'magic'; the metrics are accuracy"),
         (["--tau", "b=0.5"], "`--tau` must sum to 1, got 0.5"),
@@ -261,7 +320,9 @@ def test_bad_settings_are_one_message_and_leave_nothing(
     assert not out.exists()
 
 
-def test_a_folder_is_not_written_over_and_resume_must_be_of_the_same_run(table: Path, tmp_path: Path) -> None:
+def test_a_folder_is_not_written_over_and_resume_must_be_of_the_same_run(
+    table: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     assert RUNNER.invoke(app, train(table, out)).exit_code == 0
     again = RUNNER.invoke(app, train(table, out))

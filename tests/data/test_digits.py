@@ -48,7 +48,11 @@ def test_the_three_parts_are_disjoint_and_stratified(me: int) -> None:
     task = coterie.data.digits_by_writer(me=me, own_examples=30, seed=me)
     pieces = parts(task)
     size = BOUNDS[me + 1] - BOUNDS[me]
-    assert [len(inputs) for inputs, _ in pieces] == [30, (size - 30) // 2, size - 30 - (size - 30) // 2]
+    assert [len(inputs) for inputs, _ in pieces] == [
+        30,
+        (size - 30) // 2,
+        size - 30 - (size - 30) // 2,
+    ]
     rows = [set(as_rows(inputs)) for inputs, _ in pieces]
     everyone = {row for peer in task.peers for row in as_rows(everything(peer.examples)[0])}
     for a, b in ((0, 1), (0, 2), (1, 2)):
@@ -62,7 +66,9 @@ def test_the_three_parts_are_disjoint_and_stratified(me: int) -> None:
 
 
 def test_the_seed_chooses_the_examples() -> None:
-    first, again, other = (parts(coterie.data.digits_by_writer(me=5, seed=seed)) for seed in (3, 3, 4))
+    first, again, other = (
+        parts(coterie.data.digits_by_writer(me=5, seed=seed)) for seed in (3, 3, 4)
+    )
     for a, b, c in zip(first, again, other, strict=True):
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])
@@ -77,7 +83,8 @@ def test_bounds_cover_all_rows() -> None:
 
 @pytest.mark.parametrize("own_examples", [10, 30, 94])
 def test_how_many_own_examples(own_examples: int) -> None:
-    task = coterie.data.digits_by_writer(me=7, own_examples=own_examples)  # the smallest segment: 114 rows
+    # the smallest segment: 114 rows
+    task = coterie.data.digits_by_writer(me=7, own_examples=own_examples)
     assert [len(set(targets.tolist())) for _, targets in parts(task)] == [10, 10, 10]
     assert len(task.me) == own_examples
 
@@ -87,7 +94,10 @@ def test_how_many_own_examples(own_examples: int) -> None:
     [
         ({"me": 14}, "`me` must be a writer segment from 0 to 13, got 14"),
         ({"me": -1}, "from 0 to 13, got -1"),
-        ({"me": 7, "own_examples": 95}, r"`own_examples` must lie in \[10, 94\] for writer segment 7, .* got 95"),
+        (
+            {"me": 7, "own_examples": 95},
+            r"`own_examples` must lie in \[10, 94\] for writer segment 7, .* got 95",
+        ),
         ({"own_examples": 9}, r"must lie in \[10, 110\] .* got 9"),
         ({"own_examples": 0}, "got 0"),
     ],

@@ -22,7 +22,9 @@ def visits(n: int = 60) -> pd.DataFrame:
         {"ward": np.resize(["a", "b"], n), "age": rng.normal(50, 9, n), "dose": rng.normal(5, 1, n)}
     )
     frame["patient"] = [f"p{i}" for i in range(n)]
-    return frame.assign(count=np.resize([1.0, 2.5, 0.0], n), ill=np.where(frame["age"] + 9 > 55, "yes", "no"))
+    return frame.assign(
+        count=np.resize([1.0, 2.5, 0.0], n), ill=np.where(frame["age"] + 9 > 55, "yes", "no")
+    )
 
 
 def test_features_drop_ids_and_weights_say_what_is_predicted_from() -> None:
@@ -33,8 +35,14 @@ def test_features_drop_ids_and_weights_say_what_is_predicted_from() -> None:
     for options, words in (
         ({"features": ["age", "ill"]}, "`features` names 'ill', which is the `target`"),
         ({"drop": ["ward"]}, "`drop` names 'ward', which is the `user_column`"),
-        ({"features": ["age"], "drop": ["dose"]}, "`drop` names 'dose', which is not among `features`"),
-        ({"categorical": ["dose"], "drop": ["dose"]}, "`categorical` names 'dose', which is no feature"),
+        (
+            {"features": ["age"], "drop": ["dose"]},
+            "`drop` names 'dose', which is not among `features`",
+        ),
+        (
+            {"categorical": ["dose"], "drop": ["dose"]},
+            "`categorical` names 'dose', which is no feature",
+        ),
         ({"ids": "ward"}, "`user_column` and `ids` name the same column, 'ward'"),
         (
             {"ids": "prediction"},
@@ -52,17 +60,22 @@ def test_users_whose_rows_have_no_weight_where_it_counts_are_left_out_by_name() 
         {"who": list("abcd" * 20), "x": np.arange(80.0) % 7, "y": np.arange(80) // 4 % 2, "w": 1.0}
     )
     frame.loc[frame["who"] == "b", "w"] = 0
-    frame.loc[frame.index[frame["who"] == "c"][1:], "w"] = 0  # one row of twenty: two of the three parts have none
+    # one row of twenty: two of the three parts have none
+    frame.loc[frame.index[frame["who"] == "c"][1:], "w"] = 0
     frame.loc[frame.index[frame["who"] == "d"][3], "w"] = -1
     said: dict[str, Any] = {"user_column": "who", "target": "y", "weights": "w"}
     with pytest.warns(UserWarning, match="the user '[bcd]' is left out: "):
         table = users_from_table(frame, **said)
     assert [user.name for user in table.users] == ["a"]
     assert table.left_out["b"] == "column 'w' gives no row any weight; let some be above 0"
-    assert "column 'w' gives no weight to any of the 4 validation rows of 'c'; give" in table.left_out["c"]
+    assert (
+        "column 'w' gives no weight to any of the 4 validation rows of 'c'; give"
+        in table.left_out["c"]
+    )
     assert "it is -1.0 in row 15 " in table.left_out["d"]
     with pytest.raises(
-        DataError, match=r"to any of the 4 validation rows of user 0; give more of its rows weight, or"
+        DataError,
+        match=r"to any of the 4 validation rows of user 0; give more of its rows weight, or",
     ):
         from_table(frame, **said, me="c")
 
@@ -73,7 +86,9 @@ def test_weights_go_with_their_rows(tmp_path: Path) -> None:
     task.preparation.save(tmp_path)
     targets = task.peers[0].examples.take(torch.arange(30))[1]
     theirs = frame[frame.ward == "b"]
-    torch.testing.assert_close(targets["weight"], torch.tensor(theirs["count"].to_numpy(), dtype=torch.float32))
+    torch.testing.assert_close(
+        targets["weight"], torch.tensor(theirs["count"].to_numpy(), dtype=torch.float32)
+    )
     loaded = Preparation.load(tmp_path)
     torch.testing.assert_close(loaded.examples(theirs, "ill")[1]["weight"], targets["weight"])  # type: ignore[index]
     assert (loaded.ids, loaded.weights) == ("patient", "count")
@@ -84,7 +99,9 @@ def test_a_weight_that_is_none_is_refused_and_a_peers_leaves_it_out(value: Any) 
     for row, me in ((0, "a"), (1, "b")):
         frame = visits().astype({"count": object})
         frame.loc[row, "count"] = value
-        with pytest.raises(DataError, match=f"column 'count' holds weights, but it is .* in row {row} "):
+        with pytest.raises(
+            DataError, match=f"column 'count' holds weights, but it is .* in row {row} "
+        ):
             from_table(frame, **{**COLUMNS, "me": me}, weights="count", ids="patient")
     with pytest.warns(UserWarning, match="the peer 'b' is left out: column 'count' holds weights"):
         from_table(frame, **COLUMNS, weights="count", ids="patient")
@@ -95,14 +112,19 @@ def test_a_file_with_semicolons_and_decimal_commas_is_the_same_table(tmp_path: P
     frame.to_csv(tmp_path / "plain.csv", index=False)
     frame.to_csv(tmp_path / "commas.csv", index=False, sep=";", decimal=",")
     frame.to_csv(tmp_path / "tabs.csv", index=False, sep="\t")
-    forms: dict[str, dict[str, str]] = {"plain": {}, "commas": {"sep": ";", "decimal": ","}, "tabs": {"sep": "tab"}}
+    forms: dict[str, dict[str, str]] = {
+        "plain": {},
+        "commas": {"sep": ";", "decimal": ","},
+        "tabs": {"sep": "tab"},
+    }
     tasks = [
         from_table(tmp_path / f"{name}.csv", drop=["patient"], **COLUMNS, **form)  # type: ignore[arg-type]
         for name, form in forms.items()
     ]
     assert len({task.me.fingerprint() for task in tasks}) == 1
     with pytest.raises(
-        DataError, match=r"has one column, .*; if ';' is between columns, say `sep=';'` .`--sep ';'`"
+        DataError,
+        match=r"has one column, .*; if ';' is between columns, say `sep=';'` .`--sep ';'`",
     ):
         from_table(tmp_path / "commas.csv", **COLUMNS)
     with pytest.raises(DataError, match=r"`sep='tab'` .`--sep tab`"):

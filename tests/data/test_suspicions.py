@@ -19,9 +19,12 @@ COLUMNS: dict[str, Any] = {"user_column": "hospital", "target": "ill", "me": "a"
 
 def patients() -> pd.DataFrame:
     age = RANDOM.integers(20, 90, N)
-    frame = pd.DataFrame({"hospital": np.resize(["a", "b"], N), "age": age, "dose": RANDOM.normal(5, 1, N)})
+    frame = pd.DataFrame(
+        {"hospital": np.resize(["a", "b"], N), "age": age, "dose": RANDOM.normal(5, 1, N)}
+    )
     return frame.assign(
-        ill=np.where(age + RANDOM.normal(0, 9, N) > 55, "yes", "no"), sex=RANDOM.choice(["f", "m"], N)
+        ill=np.where(age + RANDOM.normal(0, 9, N) > 55, "yes", "no"),
+        sex=RANDOM.choice(["f", "m"], N),
     )
 
 
@@ -67,12 +70,20 @@ def test_what_looks_like_a_date(values: Any, found: bool) -> None:
             {"patient": np.arange(N)},
             r"'patient' looks like an id \(300 different values in 300 rows\); .*`--id patient`",
         ),
-        ({"seen": 20240100 + np.arange(N) % 28 + 1}, r"'seen' looks like dates \(20240101\); .*`--drop seen`"),
-        ({"discharge": "of the ill"}, "column 'discharge' alone tells 'ill' in 100% of the training rows"),
+        (
+            {"seen": 20240100 + np.arange(N) % 28 + 1},
+            r"'seen' looks like dates \(20240101\); .*`--drop seen`",
+        ),
+        (
+            {"discharge": "of the ill"},
+            "column 'discharge' alone tells 'ill' in 100% of the training rows",
+        ),
         ({"score": "a number"}, "column 'score' alone tells 'ill' in 100%"),
     ],
 )
-def test_a_suspicious_column_is_told_with_the_remedy_which_helps(column: dict[str, Any], words: str) -> None:
+def test_a_suspicious_column_is_told_with_the_remedy_which_helps(
+    column: dict[str, Any], words: str
+) -> None:
     frame = patients()
     ill = frame["ill"] == "yes"
     made: dict[str, Any] = {

@@ -83,7 +83,9 @@ def test_numbers_are_filled_centred_and_scaled_as_by_hand_with_user_0s_training_
 def test_user_0s_inputs_do_not_depend_on_peers_nor_on_what_is_held_out() -> None:
     frame = visits()
     task = from_table(frame, features=["row", "age", "colour"], **COLUMNS)
-    held_out = set.union(*(rows for part, rows in rows_of(task, frame).items() if part != "training"))
+    held_out = set.union(
+        *(rows for part, rows in rows_of(task, frame).items() if part != "training")
+    )
     other = frame.copy()
     changed = other["row"].isin(held_out) | (other["ward"] != "a")
     other.loc[changed, "age"] *= 3
@@ -108,8 +110,14 @@ def test_no_row_changes_what_another_is(codes: list[str], other: str, tmp_path: 
     fitted = pd.DataFrame({"c": [1, 2, 1]})
     targets = pd.Series([0, 1, 0])
     preparation = Preparation.fit(fitted, targets, targets, "classification", ["c"])
-    (tmp_path / "rows.csv").write_text("\n".join(["c,d", *(f"{code},0" for code in (*codes, other))]))
-    assert preparation.inputs(read_table(tmp_path / "rows.csv")).tolist() == [[1, 0], [0, 1], [0, 0]]
+    (tmp_path / "rows.csv").write_text(
+        "\n".join(["c,d", *(f"{code},0" for code in (*codes, other))])
+    )
+    assert preparation.inputs(read_table(tmp_path / "rows.csv")).tolist() == [
+        [1, 0],
+        [0, 1],
+        [0, 0],
+    ]
 
 
 def test_numbers_named_as_categories_are() -> None:
@@ -140,7 +148,11 @@ def test_a_column_that_user_0_has_no_value_of_is_left_out() -> None:
 def test_the_kind_is_told_by_the_target(values: list[Any], kind: str) -> None:
     n = 120
     frame = pd.DataFrame(
-        {"ward": ["a", "b"] * (n // 2), "x": np.arange(n) / 7, "ill": np.resize(np.array(values), n)}
+        {
+            "ward": ["a", "b"] * (n // 2),
+            "x": np.arange(n) / 7,
+            "ill": np.resize(np.array(values), n),
+        }
     )
     if kind == "classification":
         frame["ill"] = np.repeat(frame["ill"].to_numpy()[: n // 2], 2)  # every user has every class
@@ -174,7 +186,10 @@ def test_csv_parquet_and_dataframe_are_the_same(tmp_path: Path) -> None:
     frame = visits()
     frame.to_csv(tmp_path / "t.csv", index=False)
     frame.to_parquet(tmp_path / "t.parquet")
-    tasks = [from_table(data, **COLUMNS) for data in (frame, tmp_path / "t.csv", str(tmp_path / "t.parquet"))]
+    tasks = [
+        from_table(data, **COLUMNS)
+        for data in (frame, tmp_path / "t.csv", str(tmp_path / "t.parquet"))
+    ]
     for task in tasks[1:]:
         for user, other in zip((tasks[0].me, *tasks[0].peers), (task.me, *task.peers), strict=True):
             assert user.fingerprint() == other.fingerprint()
@@ -192,7 +207,9 @@ def test_preparation_comes_back_from_disk(tmp_path: Path) -> None:
 def test_preparation_travels_as_text() -> None:
     rows = pd.DataFrame({"age": [3.0, 5.0]})
     preparation = Preparation.fit(rows, pd.Series([1, 0]), pd.Series([1, 0]), "classification")
-    assert Preparation.from_plain(json.loads(json.dumps(preparation.to_plain()))).inputs(rows).tolist() == [
+    assert Preparation.from_plain(json.loads(json.dumps(preparation.to_plain()))).inputs(
+        rows
+    ).tolist() == [
         [-1],
         [1],
     ]
@@ -264,7 +281,9 @@ def test_user_0_with_one_class_is_refused() -> None:
         (pd.Timedelta(1), "durations"),
     ],
 )
-def test_dates_are_refused_also_in_a_file_that_knows_them(tmp_path: Path, value: Any, words: str) -> None:
+def test_dates_are_refused_also_in_a_file_that_knows_them(
+    tmp_path: Path, value: Any, words: str
+) -> None:
     frame = visits().assign(when=value)
     frame.to_parquet(tmp_path / "visits.parquet")
     for table in (frame, tmp_path / "visits.parquet"):
@@ -275,7 +294,9 @@ def test_dates_are_refused_also_in_a_file_that_knows_them(tmp_path: Path, value:
 def test_a_date_in_the_place_of_a_number_is_no_number() -> None:
     preparation = from_table(visits(), **COLUMNS).preparation
     column = preparation.numeric[0]
-    with pytest.raises(DataError, match=f"column '{column}' should hold numbers, but it is '2020-01-01"):
+    with pytest.raises(
+        DataError, match=f"column '{column}' should hold numbers, but it is '2020-01-01"
+    ):
         preparation.inputs(visits().assign(**{column: pd.Timestamp("2020-01-01")}))
 
 
@@ -313,7 +334,9 @@ def test_what_training_did_not_see_is_told_and_what_it_saw_is_not() -> None:
 
 def test_each_input_comes_from_the_column_that_changes_it() -> None:
     rows = visits()
-    everybody = Statistics.of(rows[["colour", "age"]], rows["ill"], "classification").preparation([0, 1])
+    everybody = Statistics.of(rows[["colour", "age"]], rows["ill"], "classification").preparation(
+        [0, 1]
+    )
     alone = from_table(rows, **COLUMNS, features=["age", "row", "colour"]).preparation
     for preparation in (alone, everybody):
         sources = preparation.columns_of_inputs

@@ -22,8 +22,12 @@ def clinics(n: int = 120) -> pd.DataFrame:
     age = np.where(rng.random(n) < 0.2, np.nan, rng.normal(60, 9, n))
     stage = pd.Series(np.where(who == "a", "I", "II")).mask((who != "a") & (rng.random(n) < 0.5))
     pressure = np.where(who == "c", np.nan, rng.normal(120, 30, n))
-    table = pd.DataFrame({"who": who, "age": age, "stage": stage, "pressure": pressure, "nothing": np.nan})
-    return table.assign(dose=rng.integers(0, 3, n), ill=rng.integers(0, 2, n), cost=rng.normal(1000, 50, n))
+    table = pd.DataFrame(
+        {"who": who, "age": age, "stage": stage, "pressure": pressure, "nothing": np.nan}
+    )
+    return table.assign(
+        dose=rng.integers(0, 3, n), ill=rng.integers(0, 2, n), cost=rng.normal(1000, 50, n)
+    )
 
 
 COLUMNS: dict[str, Any] = {
@@ -48,7 +52,9 @@ def test_added_up_it_is_what_is_fitted_to_all_rows_together() -> None:
         atol=1e-12,
     )
     assert list(ours.transformer.get_feature_names_out()) == list(theirs.get_feature_names_out())
-    assert (ours.centre, ours.scale) == pytest.approx((table["cost"].mean(), table["cost"].std(ddof=0)))
+    assert (ours.centre, ours.scale) == pytest.approx(
+        (table["cost"].mean(), table["cost"].std(ddof=0))
+    )
     again = Preparation.from_plain(ours.to_plain())
     assert torch.equal(again.inputs(table), ours.inputs(table))
 
@@ -82,7 +88,8 @@ def test_test_rows_say_nothing() -> None:
     changed.loc[sorted(held_out), "age"] = 1e6
     after = users_from_table(changed, **COLUMNS)
     assert torch.equal(
-        before.users[0].examples.take(torch.arange(5))[0], after.users[0].examples.take(torch.arange(5))[0]
+        before.users[0].examples.take(torch.arange(5))[0],
+        after.users[0].examples.take(torch.arange(5))[0],
     )
 
 
@@ -92,7 +99,9 @@ def test_own_examples_are_at_most_and_who_cannot_learn_is_left_out() -> None:
         found = users_from_table(table, own_examples=25, **COLUMNS)
     assert {user.name: len(user) for user in found.users} == {"a": 18, "b": 25, "c": 18}
     assert "tiny" in found.left_out
-    with pytest.raises(DataError, match=r"nobody can learn from this table; 'tiny': 'tiny' has 3 rows"):
+    with pytest.raises(
+        DataError, match=r"nobody can learn from this table; 'tiny': 'tiny' has 3 rows"
+    ):
         users_from_table(table[table["who"] == "tiny"], **COLUMNS)
 
 
@@ -120,6 +129,8 @@ def test_columns_that_do_not_fit_together() -> None:
 
 def test_of_many_who_cannot_learn_some_are_told() -> None:
     """As where the column of users is one of measurements."""
-    frame = pd.DataFrame({"who": np.arange(300) / 7, "x": np.arange(300) % 11, "ill": np.arange(300) % 2})
+    frame = pd.DataFrame(
+        {"who": np.arange(300) / 7, "x": np.arange(300) % 11, "ill": np.arange(300) % 2}
+    )
     with pytest.raises(DataError, match=r"nobody can learn .*; and so on, for 297 more$"):
         users_from_table(frame, user_column="who", target="ill")

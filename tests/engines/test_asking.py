@@ -52,7 +52,9 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @pytest.mark.parametrize("batch_size", [3, 100])
-def test_the_operator_gives_what_is_given_point_by_point(make_users: Users, batch_size: int, large: bool) -> None:
+def test_the_operator_gives_what_is_given_point_by_point(
+    make_users: Users, batch_size: int, large: bool
+) -> None:
     users = make_users((13, 16, 9, 5))
     apart, together = both(users, batch_size, large=large)
     assert together.copies.one_by_one == large
@@ -93,11 +95,17 @@ def test_weights_may_change_in_place(make_users: Users) -> None:
 def test_copies_at_one_point_and_peers_of_no_weight(make_users: Users, large: bool) -> None:
     *users, last = make_users((13, 16, 9, 5))
     users.append(
-        coterie.User(last.name, torch.full((5, 3), torch.nan).double(), last.examples.take(torch.arange(5))[1])
+        coterie.User(
+            last.name,
+            torch.full((5, 3), torch.nan).double(),
+            last.examples.take(torch.arange(5))[1],
+        )
     )
     apart, together = both(users, 3, large=large)
     x = torch.cat([apart.start().repeat(3, 1), 2 * apart.start()[None]])
-    weights = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).double()
+    weights = torch.tensor(
+        [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    ).double()
     question = Question(x, 2, weights)
     one, other = (each.ask(question) for each in (apart, together))
     torch.testing.assert_close(one.sums, other.sums)
@@ -106,7 +114,9 @@ def test_copies_at_one_point_and_peers_of_no_weight(make_users: Users, large: bo
     assert one.answered.tolist() == other.answered.tolist() == [1.0, 1.0, 1.0, 0.0]
     assert other.sums is not None
     before = other.sums.clone()
-    torch.testing.assert_close(together.ask(replace(question, points=x + 1, step=3)).answered, other.answered)
+    torch.testing.assert_close(
+        together.ask(replace(question, points=x + 1, step=3)).answered, other.answered
+    )
     assert torch.equal(other.sums, before)  # what is held is not written over
 
 
@@ -122,7 +132,9 @@ def test_they_are_the_gradients_of_each_users_examples(make_users: Users) -> Non
     x = apart.start().expand(5, -1)
     inputs, targets = users[0].examples.take(torch.arange(12))
     expected = torch.stack([gradient(inputs[kept], targets[kept]) for kept in masks])
-    peers = torch.stack([gradient(*peer.examples.take(torch.arange(len(peer)))) for peer in users[1:]])
+    peers = torch.stack(
+        [gradient(*peer.examples.take(torch.arange(len(peer)))) for peer in users[1:]]
+    )
     weights = torch.tensor([[0.2, 0.5, 0.3]]).double()
     for each in (apart, together):
         answers = each.ask(Question(x, 0, weights, own=range(4), each=[2]))
@@ -159,7 +171,8 @@ def test_examples_read_one_by_one_are_those_in_memory(make_users: Users) -> None
     question = Question(memory.start().expand(4, -1), 3, torch.zeros(0, 3).double(), own=range(4))
     torch.testing.assert_close(disk.ask(question).sums, memory.ask(question).sums)
     torch.testing.assert_close(
-        disk.losses(question.points, read[0].examples), memory.losses(question.points, users[0].examples)
+        disk.losses(question.points, read[0].examples),
+        memory.losses(question.points, users[0].examples),
     )
 
 
@@ -172,7 +185,9 @@ def test_sums_pass_over_batches_that_weigh_something(
     engine = InProcess(network(), cross_entropy, users[0], users[1:], batch_size=4, seed=0)
     pool = ExamplePool(users, torch.device("cpu"))
     stacked = StackedSums(engine.copies(), pool, [pool.stream(user, 4, 0) for user in users])
-    weights = torch.rand(40, 5, dtype=torch.float64) * (torch.rand(40, 5) < torch.linspace(0, 1, 40).unsqueeze(1))
+    weights = torch.rand(40, 5, dtype=torch.float64) * (
+        torch.rand(40, 5) < torch.linspace(0, 1, 40).unsqueeze(1)
+    )
     points = torch.randn(40, 38, dtype=torch.float64)
     sums, _ = stacked.sums(points, weights, stacked.drawn(3))
     for point, given, found in zip(points, weights, sums, strict=True):
@@ -196,7 +211,8 @@ def test_points_that_need_the_same_share_it(make_users: Users) -> None:
     asked = torch.zeros(10, 8, dtype=torch.bool)
     asked[::2, :4] = asked[1::2, 4:] = True
     (shared,) = stacked._passes(asked)
-    assert (shared.outputs.shape, shared.rows.shape) == ((10,), (2, 16))  # two seeds, five points each
+    # two seeds, five points each
+    assert (shared.outputs.shape, shared.rows.shape) == ((10,), (2, 16))
     asked = torch.zeros(2, 8, dtype=torch.bool)
     asked[0, 0] = asked[1, :4] = True
     (one,) = stacked._passes(asked)
@@ -212,11 +228,15 @@ def test_examples_that_users_share_are_kept_once() -> None:
 
 def test_who_is_far_is_taken_for_missing_at_those_points() -> None:
     nan = float("nan")
-    theirs = torch.tensor([[[3.0, 4.0], [0.6, 0.8], [0.0, 2.0]], [[0.0, 1.0], [nan, nan], [60.0, 80.0]]])
+    theirs = torch.tensor(
+        [[[3.0, 4.0], [0.6, 0.8], [0.0, 2.0]], [[0.0, 1.0], [nan, nan], [60.0, 80.0]]]
+    )
     ours = torch.tensor([[0.0, 1.0], [3.0, 4.0]])
     evidence = PeerEvidence(theirs, ours)
     lengths, usual = evidence.lengths()
-    torch.testing.assert_close(lengths, torch.tensor([[5.0, 1.0, 2.0], [1.0, nan, 100.0]]), equal_nan=True)
+    torch.testing.assert_close(
+        lengths, torch.tensor([[5.0, 1.0, 2.0], [1.0, nan, 100.0]]), equal_nan=True
+    )
     assert usual.tolist() == [2.0, 5.0]  # the median of the peers; user 0's where that is longer
     without = evidence.without(lengths > 10 * usual[:, None])
     assert without.theirs.isnan().all(2).tolist() == [[False, False, False], [False, True, True]]

@@ -58,7 +58,8 @@ def test_drift_alternates() -> None:
 
 
 def test_how_little_is_enough() -> None:
-    # Baruch et al., section 4: of 50 workers, 24 corrupted, 2 more make a majority, and Φ(z) = 24/26.
+    # Baruch et al., section 4: of 50 workers, 24 corrupted, 2 more make a majority, and Φ(z) =
+    # 24/26.
     rows = torch.randn(26, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sent = LittleIsEnough()(rows, 24, 0)
     z = float(((rows.mean(0) - sent[0]) / rows.std(0)).item())
@@ -96,7 +97,9 @@ def test_flipped_labels() -> None:
 
 
 def engine(n: int = 3) -> coterie.Engine:
-    return NoisyQuadratic(Quadratic(1, 0, noise=0), [Quadratic(1, k + 1, noise=0) for k in range(n)]).engine()
+    return NoisyQuadratic(
+        Quadratic(1, 0, noise=0), [Quadratic(1, k + 1, noise=0) for k in range(n)]
+    ).engine()
 
 
 class Sends:
@@ -125,7 +128,9 @@ def test_attackers_rows_are_replaced_by_name(rows: bool) -> None:
     else:
         assert g.rows is None
         assert g.peers is not None
-        assert g.peers.item() == pytest.approx(sum(weights[name] * wanted[name] for name in weights))
+        assert g.peers.item() == pytest.approx(
+            sum(weights[name] * wanted[name] for name in weights)
+        )
 
 
 def test_an_attacker_that_is_not_finite_is_left_out() -> None:
@@ -159,7 +164,8 @@ def test_what_the_record_says() -> None:
         AlternatingDrift(period=0)
 
 
-# Training under attack: linear regression, user 0 with few examples, peers that resemble it, a quarter of them bad.
+# Training under attack: linear regression, user 0 with few examples, peers that resemble it, a
+# quarter of them bad.
 
 D, N, F = 10, 17, 4
 POOLS: dict[str, aggregators.Aggregator | None] = {
@@ -231,7 +237,9 @@ def alone() -> coterie.Run:
 
 @pytest.mark.parametrize("name", POOLS)
 def test_averaging_with_a_pool_survives_what_the_mean_does_not(name: str) -> None:
-    attacked = train(coterie.WeightedAveraging(0.95, aggregator=POOLS[name]), Scaled(-30.0), steps=60)
+    attacked = train(
+        coterie.WeightedAveraging(0.95, aggregator=POOLS[name]), Scaled(-30.0), steps=60
+    )
     if name in NOT_ROBUST:
         assert not at_the_end(attacked) < 1e6
     else:
@@ -240,18 +248,30 @@ def test_averaging_with_a_pool_survives_what_the_mean_does_not(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["trimmed", "geometric", "krum"])
 def test_correction_with_a_pool_survives_what_the_mean_does_not(name: str) -> None:
-    assert at_the_end(train(coterie.BiasCorrection(0.9, 0.05, aggregator=POOLS[name]), Scaled(-30.0), steps=60)) < 3
+    assert (
+        at_the_end(
+            train(
+                coterie.BiasCorrection(0.9, 0.05, aggregator=POOLS[name]), Scaled(-30.0), steps=60
+            )
+        )
+        < 3
+    )
     assert not at_the_end(train(coterie.BiasCorrection(0.9, 0.05), Scaled(-30.0), steps=60)) < 1e3
 
 
-@pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.95), coterie.BiasCorrection(0.9, 0.05)])
+@pytest.mark.parametrize(
+    "rule", [coterie.WeightedAveraging(0.95), coterie.BiasCorrection(0.9, 0.05)]
+)
 def test_a_bound_on_norms_survives_it_too(rule: coterie.Rule) -> None:
     assert at_the_end(train(rule, Scaled(-30.0), steps=60, norm_bound=3.0)) < 3
 
 
 @pytest.mark.parametrize("name", POOLS)
 def test_drift_beats_every_pool_and_the_guard_holds(name: str, alone: coterie.Run) -> None:
-    rule, drift = coterie.WeightedAveraging(0.95, aggregator=POOLS[name]), AlternatingDrift(z=1.5, period=50)
+    rule, drift = (
+        coterie.WeightedAveraging(0.95, aggregator=POOLS[name]),
+        AlternatingDrift(z=1.5, period=50),
+    )
     free, guarded = train(rule, drift), train(rule, drift, guard="held-out")
     assert at_the_end(free) > 1.2 * at_the_end(alone)
     assert served(free) > served(alone)
@@ -261,4 +281,6 @@ def test_drift_beats_every_pool_and_the_guard_holds(name: str, alone: coterie.Ru
 
 @pytest.mark.parametrize("name", ["weighted sum", "trimmed", "geometric", "mixing"])
 def test_without_attackers_the_same_pools_help(name: str, alone: coterie.Run) -> None:
-    assert at_the_end(train(coterie.WeightedAveraging(0.95, aggregator=POOLS[name]), None)) < at_the_end(alone)
+    assert at_the_end(
+        train(coterie.WeightedAveraging(0.95, aggregator=POOLS[name]), None)
+    ) < at_the_end(alone)

@@ -59,7 +59,12 @@ def test_gradients_are_those_of_a_plain_loop(make_engine: MakeEngine, case: Case
         twin.load_state_dict(wanted[0][2].state_dict())
         close(g.own, wanted[0][0])
         average, answered = g.average(TAU)
-        close(average, torch.stack([TAU[u.name] * w[0] for u, w in zip(users[1:], wanted[1:], strict=True)]).sum(0))
+        close(
+            average,
+            torch.stack(
+                [TAU[u.name] * w[0] for u, w in zip(users[1:], wanted[1:], strict=True)]
+            ).sum(0),
+        )
         assert answered == 1
         assert not g.left_out
         assert g.x is not None
@@ -78,11 +83,18 @@ def test_gradients_are_those_of_a_plain_loop(make_engine: MakeEngine, case: Case
     g = engine.gradients(x, 2, TAU)
     close(g.own, wanted[0][0])
     assert g.peers is not None
-    close(g.peers, torch.stack([TAU[u.name] * w[0] for u, w in zip(users[1:], wanted[1:], strict=True)]).sum(0))
+    close(
+        g.peers,
+        torch.stack([TAU[u.name] * w[0] for u, w in zip(users[1:], wanted[1:], strict=True)]).sum(
+            0
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "batch norm", "dropout", "lstm"])
-def test_a_gradient_does_not_depend_on_who_else_is_asked(make_engine: MakeEngine, name: str) -> None:
+def test_a_gradient_does_not_depend_on_who_else_is_asked(
+    make_engine: MakeEngine, name: str
+) -> None:
     case = CASES[name]
     users, model = make_users(case), make_model(case)
     engine = make_engine(model, case.loss, users[0], users[1:], batch_size=BATCH, seed=SEED)
@@ -104,7 +116,8 @@ def test_a_gradient_does_not_depend_on_who_else_is_asked(make_engine: MakeEngine
 def test_dropout_is_drawn_for_each_user_and_step(make_engine: MakeEngine) -> None:
     case = CASES["dropout"]
     inputs, targets = make_users(case)[0].batch(8, seed=0, step=0)
-    twins = [coterie.User(name, inputs, targets) for name in ("me", "a", "b")]  # full batches of the same examples
+    # full batches of the same examples
+    twins = [coterie.User(name, inputs, targets) for name in ("me", "a", "b")]
     model = make_model(case)
     engine = make_engine(model, case.loss, twins[0], twins[1:], batch_size=8, seed=SEED)
     found = []
@@ -123,14 +136,18 @@ def spoil(user: coterie.User, value: float) -> coterie.User:
     return coterie.User(user.name, torch.full_like(inputs, value), targets)
 
 
-every_way = pytest.mark.parametrize("name", ["mlp", "lstm", "batch norm", "dropout", "loss with item"])
+every_way = pytest.mark.parametrize(
+    "name", ["mlp", "lstm", "batch norm", "dropout", "loss with item"]
+)
 
 
 def test_the_same_weights_in_another_order(make_engine: MakeEngine) -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
     engine = make_engine(model, f.cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
     x = some_point(model)
-    first, second = (engine.gradients(x, 0, tau).peers for tau in (TAU, dict(reversed(TAU.items()))))
+    first, second = (
+        engine.gradients(x, 0, tau).peers for tau in (TAU, dict(reversed(TAU.items())))
+    )
     assert first is not None
     assert second is not None
     close(first, second)
@@ -167,7 +184,11 @@ def test_all_peers_left_out_is_alone_to_the_bit(make_engine: MakeEngine, name: s
     x = some_point(model)
     start = copy.deepcopy(model.state_dict())
     own = engine.gradients(x, 0, {}).own
-    rules = coterie.WeightedAveraging(0.9, TAU), coterie.BiasCorrection(0.9, 0.5), coterie.WeightedAveraging(0.9)
+    rules = (
+        coterie.WeightedAveraging(0.9, TAU),
+        coterie.BiasCorrection(0.9, 0.5),
+        coterie.WeightedAveraging(0.9),
+    )
     for rule, rows in itertools.product(rules, (False, True)):
         model.load_state_dict(start)
         g = engine.gradients(x, 0, rule.weights(engine.names), rows)
@@ -192,12 +213,15 @@ def test_a_non_finite_own_gradient_moves_no_buffer(make_engine: MakeEngine) -> N
 
 def test_bad_settings(make_engine: MakeEngine) -> None:
     users = make_users(CASES["mlp"])
-    with pytest.raises(coterie.errors.KnobError, match="`batch_size` must be a whole number, at least 1, got 0"):
+    with pytest.raises(
+        coterie.errors.KnobError, match="`batch_size` must be a whole number, at least 1, got 0"
+    ):
         make_engine(mlp().double(), f.cross_entropy, users[0], users[1:], batch_size=0, seed=0)
     with pytest.raises(coterie.errors.DataError, match="users must have different names"):
         make_engine(mlp().double(), f.cross_entropy, users[0], [users[0]], batch_size=2, seed=0)
     with pytest.raises(coterie.errors.ModelError, match="no trainable parameter"):
-        make_engine(frozen()[:2].double(), f.cross_entropy, users[0], users[1:], batch_size=2, seed=0)  # type: ignore[index]  # a Sequential
+        model = frozen()[:2].double()  # type: ignore[index]  # a Sequential
+        make_engine(model, f.cross_entropy, users[0], users[1:], batch_size=2, seed=0)
 
 
 # Capabilities.
@@ -223,9 +247,16 @@ def test_an_engine_that_says_rows_gives_them(engine: coterie.Engine, case: Case)
     assert g.rows.shape == (len(TAU), len(x))
 
 
-def test_what_an_engine_has_comes_with_its_methods_and_the_rest_is_refused(engine: coterie.Engine) -> None:
+def test_what_an_engine_has_comes_with_its_methods_and_the_rest_is_refused(
+    engine: coterie.Engine,
+) -> None:
     can = engine.capabilities
-    protocols: Any = {"rows": object, "own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
+    protocols: Any = {
+        "rows": object,
+        "own_points": AnswersAtOwnPoints,
+        "local": Local,
+        "capture": Captures,
+    }
     for capability, protocol in protocols.items():
         has = can.not_captured is None if capability == "capture" else getattr(can, capability)
         if has:

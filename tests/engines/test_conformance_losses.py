@@ -107,7 +107,9 @@ def test_a_sum_that_the_first_batch_does_not_show(make_engine: MakeEngine) -> No
     peer = coterie.User("a", torch.ones(5, 2).double(), torch.zeros(5, 1).double())
     loss, model = nn.MSELoss(reduction="sum"), nn.Linear(2, 1).double()
     x = torch.tensor([1.0, 2.0, 3.0]).double()
-    peers = make_engine(model, loss, me, [peer], batch_size=8, seed=0).gradients(x, 0, {"a": 1.0}).peers
+    peers = (
+        make_engine(model, loss, me, [peer], batch_size=8, seed=0).gradients(x, 0, {"a": 1.0}).peers
+    )
     assert peers is not None
     assert peers.tolist() == [60.0, 60.0, 60.0]  # 5 · 2 · (1 + 2 + 3)
 
@@ -172,4 +174,7 @@ def test_datasets_with_random_transforms(make_engine: MakeEngine, name: str) -> 
         wanted = [plain_gradient(model, case.loss, user, x, 3)[0] for user in users]
         g = engine.gradients(x, 3, TAU, rows)
         close(g.own, wanted[0])
-        close(g.average(TAU)[0], torch.stack([t * w for t, w in zip(TAU.values(), wanted[1:], strict=True)]).sum(0))
+        close(
+            g.average(TAU)[0],
+            torch.stack([t * w for t, w in zip(TAU.values(), wanted[1:], strict=True)]).sum(0),
+        )

@@ -18,9 +18,13 @@ def test_a_run_of_small_passes_takes_one_thread_and_gives_them_back() -> None:
         coterie.User(name, x, x.sum(1, keepdim=True))
         for name, x in zip("012", torch.split(INPUTS, 10), strict=True)
     )
-    small, large = nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1300), nn.Linear(1300, 1300), nn.Linear(1300, 1))
+    small, large = (
+        nn.Linear(4, 1),
+        nn.Sequential(nn.Linear(4, 1300), nn.Linear(1300, 1300), nn.Linear(1300, 1)),
+    )
     passes = Passes(small, f.mse_loss)
-    assert operations(passes, passes.parameters.vector(), INPUTS[:10]) == 2 * 10 * 5  # more than the 80 of products
+    # more than the 80 of products
+    assert operations(passes, passes.parameters.vector(), INPUTS[:10]) == 2 * 10 * 5
     seen: list[int] = []
     with cpu_threads(2):
         for model in (small, large):
@@ -29,6 +33,8 @@ def test_a_run_of_small_passes_takes_one_thread_and_gives_them_back() -> None:
             assert threads_for(3, engine) == 3
         for asked in (None, 2):
             note = [lambda _: seen.append(torch.get_num_threads())]
-            coterie.train(small, f.mse_loss, me, peers, coterie.Alone(), steps=1, hooks=note, threads=asked)
+            coterie.train(
+                small, f.mse_loss, me, peers, coterie.Alone(), steps=1, hooks=note, threads=asked
+            )
         assert torch.get_num_threads() == 2
     assert seen == [1, 2, 1, 2]

@@ -50,7 +50,11 @@ def test_peers_take_steps_of_their_own(make_engine: MakeEngine) -> None:
     work = LocalWork(3, 0.05)
     for rows in (False, True):
         found = engine.local_work(question(x[None], [weights], work, rows=rows))()
-        each = {k: by_hand(engine, names[k], x, work) for k, w in enumerate(weights) if not math.isnan(w)}
+        each = {
+            k: by_hand(engine, names[k], x, work)
+            for k, w in enumerate(weights)
+            if not math.isnan(w)
+        }
         assert found.answered.tolist() == pytest.approx([1.0])
         if not rows:
             assert found.sums is not None
@@ -65,21 +69,31 @@ def test_peers_take_steps_of_their_own(make_engine: MakeEngine) -> None:
 def test_each_from_a_point_of_its_own_with_what_is_added(make_engine: MakeEngine) -> None:
     """Then without, on the same wire."""
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
-    engine: Any = make_engine(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
+    engine: Any = make_engine(
+        model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED
+    )
     x = some_point(model)
-    points, add = torch.stack([x, x + 0.1, x - 0.1]), torch.stack([0.01 * x, -0.02 * x, torch.ones_like(x) / 50])
+    points, add = (
+        torch.stack([x, x + 0.1, x - 0.1]),
+        torch.stack([0.01 * x, -0.02 * x, torch.ones_like(x) / 50]),
+    )
     weights = [[1.0, NAN, NAN, NAN], [NAN, NAN, 1.0, NAN], [NAN, NAN, NAN, 1.0]]
     for work in (LocalWork(2, 0.1, add, decay=0.3), LocalWork(2, 0.1)):
         found = engine.local_work(question(points, weights, work, rows=True))()
         for place, peer in enumerate((0, 2, 3)):
-            close(found.rows[place, peer], by_hand(engine, engine.names[peer], points[place], work, place))
+            close(
+                found.rows[place, peer],
+                by_hand(engine, engine.names[peer], points[place], work, place),
+            )
     here: Any = InProcess(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
     asked = x, 3, dict.fromkeys(engine.names, 0.25)
     close(engine.gradients(*asked).peers, here.gradients(*asked).peers)
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropout and batch norm"])
-def test_runs_with_fewer_exchanges_are_the_same_everywhere(make_engine: MakeEngine, name: str) -> None:
+def test_runs_with_fewer_exchanges_are_the_same_everywhere(
+    make_engine: MakeEngine, name: str
+) -> None:
     how: dict[str, Any] = {"exchange_every": 3, "local_steps": 2, "steps": 7}
     wanted = trained(coterie.InProcess, CASES[name], RULES["bias correction"], **how)
     found = trained(make_engine, CASES[name], RULES["bias correction"], **how)
@@ -116,7 +130,10 @@ def test_every_step_of_its_own_counts_and_is_clipped(tmp_path: Path) -> None:
         (LocalWork(MAX_LOCAL_STEPS + 1, 0.1), f"it takes 1 to {MAX_LOCAL_STEPS} steps"),
         (LocalWork(2, math.inf), "step size and decay must be finite"),
         (LocalWork(2, 0.1, decay=-1.0), "step size and decay must be finite"),
-        (LocalWork(2, 0.1, torch.zeros(1, 3)), "what is added must be finite numbers like the points"),
+        (
+            LocalWork(2, 0.1, torch.zeros(1, 3)),
+            "what is added must be finite numbers like the points",
+        ),
     ],
 )
 def test_wrong_work_is_refused(work: LocalWork, why: str) -> None:

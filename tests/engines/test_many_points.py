@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tests.support import processes
-from tests.support.model_cases import BATCH, CASES, SEED, TAU, close, make_model, make_users, some_point
+from tests.support.model_cases import (
+    BATCH,
+    CASES,
+    SEED,
+    TAU,
+    close,
+    make_model,
+    make_users,
+    some_point,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -47,7 +56,11 @@ def test_several_points_are_answered_as_each_by_itself(make_engine: MakeEngine) 
         assert found.left_out == {}
         assert found.answered.tolist() == pytest.approx([1.0, 1.0, 1.0])
         for place, given in enumerate(weights):
-            asked = {name: weight for name, weight in zip(names, given, strict=True) if not math.isnan(weight)}
+            asked = {
+                name: weight
+                for name, weight in zip(names, given, strict=True)
+                if not math.isnan(weight)
+            }
             g = engine.gradients(wanted.points[place], 3, asked, rows=rows)
             if not rows:
                 assert found.sums is not None
@@ -72,7 +85,10 @@ def test_buffers_belong_to_their_points(make_engine: MakeEngine) -> None:
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name] + shift if buffer.is_floating_point() else before[name])
         alone.append(engine.gradients(x, 3, TAU, rows=True).rows)
-    stacked = {name: torch.stack([b, b + 0.5 if b.is_floating_point() else b]) for name, b in before.items()}
+    stacked = {
+        name: torch.stack([b, b + 0.5 if b.is_floating_point() else b])
+        for name, b in before.items()
+    }
     points = torch.stack([x, x])
     found = engine.ask(Question(points, 3, torch.full((2, 4), 0.25), rows=True, buffers=stacked))()
     assert found.rows is not None
@@ -103,10 +119,19 @@ def test_a_peer_counts_every_point(tmp_path: Any) -> None:
 
 def test_a_lost_site_is_lost_at_all_points() -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
-    held = {user.name: Peer(user, Passes(make_model(CASES["mlp"]), cross_entropy)) for user in users[1:4]}
+    held = {
+        user.name: Peer(user, Passes(make_model(CASES["mlp"]), cross_entropy))
+        for user in users[1:4]
+    }
     names = [user.name for user in users[1:]]
     engine = Remote(
-        model, cross_entropy, users[0], sites=LocalSites(held), names=names, batch_size=BATCH, minimum=2
+        model,
+        cross_entropy,
+        users[0],
+        sites=LocalSites(held),
+        names=names,
+        batch_size=BATCH,
+        minimum=2,
     )
     weights = [[0.25] * 4, [0.0, NAN, NAN, 1.0]]
     found = engine.ask(question(weights, some_point(model)))()
@@ -117,7 +142,9 @@ def test_a_lost_site_is_lost_at_all_points() -> None:
 def test_sketches_are_those_of_the_gradients_and_sums_only_peers_give_them() -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
     shy = functools.partial(serve, sums_only=True, timeout=processes.PATIENCE)
-    inside = coterie.InProcess(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
+    inside = coterie.InProcess(
+        model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED
+    )
     x = some_point(model)
     wanted = inside.gradients(x + 1, 3, TAU, rows=True).rows
     assert wanted is not None
@@ -145,6 +172,8 @@ def test_sketches_keep_inner_products_without_bias() -> None:
     a, b = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).double()
     found = torch.stack([Sketch(300, 64, key)(torch.stack([a, b])) for key in range(2000)])
     products = (found[:, 0] * found[:, 1]).sum(1)
-    assert float(products.mean()) == pytest.approx(float(a @ b), abs=4 * float(products.std()) / 2000**0.5)
+    assert float(products.mean()) == pytest.approx(
+        float(a @ b), abs=4 * float(products.std()) / 2000**0.5
+    )
     relative = (found[:, 0] ** 2).sum(1) / (a @ a)
     assert float(relative.std()) == pytest.approx((2 / 64) ** 0.5, rel=0.2)

@@ -68,22 +68,37 @@ METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer se
 }
 
 
-def trained(engine: MakeEngine, method: Method, case: str = "mlp", guard: Any = "off") -> coterie.Run:
+def trained(
+    engine: MakeEngine, method: Method, case: str = "mlp", guard: Any = "off"
+) -> coterie.Run:
     me, *peers = make_users(CASES[case])
     me = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
-    how: dict[str, Any] = {"steps": 2, "batch_size": BATCH, "seed": SEED, "lr": 0.05, "engine": engine}
-    return coterie.train(make_model(CASES[case]), CASES[case].loss, me, peers, method, guard=guard, **how)
+    how: dict[str, Any] = {
+        "steps": 2,
+        "batch_size": BATCH,
+        "seed": SEED,
+        "lr": 0.05,
+        "engine": engine,
+    }
+    return coterie.train(
+        make_model(CASES[case]), CASES[case].loss, me, peers, method, guard=guard, **how
+    )
 
 
 def agree(found: coterie.Run, wanted: coterie.Run, what: str) -> None:
     for key, value in wanted.model.state_dict().items():
         if value.is_floating_point():
             torch.testing.assert_close(
-                found.model.state_dict()[key], value, rtol=1e-8, atol=1e-10, msg=lambda m: f"{what}: {m}"
+                found.model.state_dict()[key],
+                value,
+                rtol=1e-8,
+                atol=1e-10,
+                msg=lambda m: f"{what}: {m}",
             )
 
 
-OVER_PROCESSES = ("FedAvg", "fine-tuning", "SCAFFOLD", "Mime")  # the others have nothing else to send
+# the others have nothing else to send
+OVER_PROCESSES = ("FedAvg", "fine-tuning", "SCAFFOLD", "Mime")
 ELSEWHERE = [name for name in ENGINES if not name.startswith("in process")]
 
 
@@ -95,12 +110,24 @@ def test_every_method_makes_the_same_model(where: str) -> None:
             found = trained(make_engine, method)
             agree(found, trained(coterie.InProcess, method), name)
             assert found.record.end.traffic["peer 2"].messages == messages, name
-            asked = gradients_asked(method, "me", list(found.record.configuration.peers), rounds=2, seed=SEED)
+            asked = gradients_asked(
+                method, "me", list(found.record.configuration.peers), rounds=2, seed=SEED
+            )
             assert found.record.end.costs["peer 2"].gradients == asked["peer 2"], name
         sampled, one = Sampled(FedAvg(2), peers=2), FedAvg(1)
-        agree(trained(make_engine, sampled), trained(coterie.InProcess, sampled), "a sample of the peers")
-        agree(trained(make_engine, one, "batch norm"), trained(coterie.InProcess, one, "batch norm"), "batch norm")
-        watched, free = (trained(make_engine, FedAvg(3), guard=guard) for guard in ("held-out", "off"))
+        agree(
+            trained(make_engine, sampled),
+            trained(coterie.InProcess, sampled),
+            "a sample of the peers",
+        )
+        agree(
+            trained(make_engine, one, "batch norm"),
+            trained(coterie.InProcess, one, "batch norm"),
+            "batch norm",
+        )
+        watched, free = (
+            trained(make_engine, FedAvg(3), guard=guard) for guard in ("held-out", "off")
+        )
         assert watched.alone is not None, "trained by user 0, wherever its peers are"
         assert watched.record.end.costs["me"].gradients == 2 * free.record.end.costs["me"].gradients
         assert watched.record.end.costs["peer 2"] == free.record.end.costs["peer 2"]
@@ -127,7 +154,9 @@ class ByFormula:
         self.names, self.counts = tuple(names), dict.fromkeys(names, 0)
         self.capabilities = Capabilities(local_work=True, examples=dict.fromkeys(["me", *names], 1))
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         return Gradients(own=x, own_loss=0.0)
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
@@ -151,7 +180,12 @@ class ByFormula:
 def test_a_rehearsal_foresees_what_every_site_counts(sites: int) -> None:
     """The sites of a whole play count for themselves what they are asked."""
     names = [f"site {k}" for k in range(sites)]
-    me = coterie.User("me", torch.zeros(1, 1), torch.zeros(1, 1), validation=(torch.zeros(1, 1), torch.zeros(1, 1)))
+    me = coterie.User(
+        "me",
+        torch.zeros(1, 1),
+        torch.zeros(1, 1),
+        validation=(torch.zeros(1, 1), torch.zeros(1, 1)),
+    )
     methods: list[Method] = [method for method, _ in METHODS.values()]
     for method in [*methods, Sampled(PFedMe(1, inner_steps=2), peers=2), Sampled(L2GD(2), peers=2)]:
         engine = ByFormula(names)
@@ -167,7 +201,9 @@ def test_a_rehearsal_asks_nobody_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
     """With 100 sites and 1,000 rounds of pFedMe it would take minutes."""
     monkeypatch.setattr(Answers, "over", None)
     names = [f"site {k}" for k in range(100)]
-    assert gradients_asked(PFedMe(1, inner_steps=5), "me", names, rounds=20) == dict.fromkeys(names, 100)
+    assert gradients_asked(PFedMe(1, inner_steps=5), "me", names, rounds=20) == dict.fromkeys(
+        names, 100
+    )
 
 
 def test_a_method_that_peers_elsewhere_cannot_serve_asks_nobody() -> None:
@@ -175,7 +211,9 @@ def test_a_method_that_peers_elsewhere_cannot_serve_asks_nobody() -> None:
     asked: list[str] = []
 
     class Watched(LocalSites):
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> LocalReplies:
             asked.append(method)
             return super().ask(names, method, timeout, **arguments)
 

@@ -32,13 +32,18 @@ LOSS = nn.functional.mse_loss
 def users() -> list[coterie.User]:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(N, WIDTH, generator=generator) for _ in range(3)]
-    return [coterie.User(name, x, x.sum(1, keepdim=True)) for name, x in zip(("me", "a", "b"), inputs, strict=True)]
+    return [
+        coterie.User(name, x, x.sum(1, keepdim=True))
+        for name, x in zip(("me", "a", "b"), inputs, strict=True)
+    ]
 
 
 def engine(privacy: Privacy | dict[str, Privacy], gradients: int | None = None) -> PrivatePeers:
     torch.manual_seed(0)
     me, *peers = users()
-    made = PrivatePeers(nn.Linear(WIDTH, 1), LOSS, me, peers, privacy=privacy, gradients=gradients, batch_size=N)
+    made = PrivatePeers(
+        nn.Linear(WIDTH, 1), LOSS, me, peers, privacy=privacy, gradients=gradients, batch_size=N
+    )
     assert made.capabilities.many_points
     return made
 
@@ -62,37 +67,53 @@ def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path
         ((event, count),) = made[0].peers[name].ledger.spent.items()
         assert event.rate == 0.5
         theirs = PLDAccountant()
-        theirs.compose(dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(event.noise)), count)
+        theirs.compose(
+            dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(event.noise)),
+            count,
+        )
         assert told["spent"] == epsilon_of({event: count}, DELTA)
         assert told["spent"] == pytest.approx(theirs.get_epsilon(DELTA), rel=2e-3)  # which is finer
         assert told["spent"] == pytest.approx(by_prv(0.5, event.noise, count, DELTA), rel=1e-2)
         assert (told["epsilon"], told["delta"], told["clip"]) == (4.0, DELTA, 1.0)
-        assert told["noise"] == pytest.approx(event.noise / (N // 2)), "on each number of a gradient"
+        assert told["noise"] == pytest.approx(event.noise / (N // 2)), (
+            "on each number of a gradient"
+        )
 
 
-@pytest.mark.parametrize("privacy", [3.0, (4.0, DELTA, 1.0), {"a": 4.0}, {1: Privacy(4.0, DELTA, 1.0)}])
+@pytest.mark.parametrize(
+    "privacy", [3.0, (4.0, DELTA, 1.0), {"a": 4.0}, {1: Privacy(4.0, DELTA, 1.0)}]
+)
 def test_what_is_no_promise_is_refused(privacy: Any) -> None:
-    with pytest.raises(KnobError, match=r"`privacy` must be a `coterie\.privacy\.Privacy`, or one by the name"):
+    with pytest.raises(
+        KnobError, match=r"`privacy` must be a `coterie\.privacy\.Privacy`, or one by the name"
+    ):
         engine(privacy, gradients=2)
     with pytest.raises(KnobError, match=r"`privacy` must be a `coterie\.privacy\.Privacy`, got"):
         Peer(users()[0], Passes(nn.Linear(WIDTH, 1), LOSS), log=Ledger(), privacy=privacy)
 
 
 def test_a_promise_of_another_batch_size_is_refused_before_the_run() -> None:
-    with pytest.raises(KnobError, match=f"`batch_size` of `privacy`, 8, must be that of the run, {N}"):
+    with pytest.raises(
+        KnobError, match=f"`batch_size` of `privacy`, 8, must be that of the run, {N}"
+    ):
         engine({"b": Privacy(4.0, DELTA, 1.0, batch_size=8)}, gradients=2)
     promised = engine(Privacy(4.0, DELTA, 1.0, batch_size=N), gradients=2)
     assert promised.gradients(torch.zeros(WIDTH + 1), 0, {"a": 0.5, "b": 0.5}).answered == 1.0
 
 
-def test_who_has_spent_all_is_left_out_and_has_promised_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_has_spent_all_is_left_out_and_has_promised_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     once = engine(Privacy(0.5, DELTA, 1.0), gradients=2)
     x, weights = torch.zeros(WIDTH + 1), {"a": 0.5, "b": 0.5}
     answered = [once.gradients(x, step, weights) for step in range(6)]
     assert [g.answered for g in answered] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert "2" in answered[2].left_out["a"]
     assert once.dropped == ("a", "b")
-    assert "step 4: a gave nothing 3 times (refused: it has given all the gradients it gives, 2)" in caplog.text
+    assert (
+        "step 4: a gave nothing 3 times (refused: it has given all the gradients it gives, 2)"
+        in caplog.text
+    )
     assert {name: told["spent"] for name, told in once.promises().items()} == {
         name: peer.epsilon for name, peer in once.peers.items()
     }
@@ -121,7 +142,13 @@ def test_the_record_says_who_promises_what() -> None:
     me, *peers = users()
     private = functools.partial(PrivatePeers, privacy={"a": Privacy(9.0, DELTA, 1.0, 8.0)})
     run = coterie.train(
-        nn.Linear(WIDTH, 1), LOSS, me, peers, coterie.WeightedAveraging(0.5), steps=2, engine=private
+        nn.Linear(WIDTH, 1),
+        LOSS,
+        me,
+        peers,
+        coterie.WeightedAveraging(0.5),
+        steps=2,
+        engine=private,
     )
     assert run.record.configuration.engine["promises"] == {
         "a": "ε = 9 at δ = 0.001 for every example, clipped to norm 1, with noise of 8 times that"
@@ -137,7 +164,9 @@ def test_the_record_says_who_promises_what() -> None:
         (FedAvg(local_steps=2), 8),
     ],
 )
-def test_whatever_touches_examples_is_counted(rule: Any, gradients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_touches_examples_is_counted(
+    rule: Any, gradients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once a peer is there, its examples are taken for private gradients only, each of which is in its ledger."""
     made: list[PrivatePeers] = []
     given = {"a": 0, "b": 0}
@@ -166,8 +195,12 @@ def test_whatever_touches_examples_is_counted(rule: Any, gradients: int, monkeyp
         monkeypatch.setattr(coterie.User, name, watched(getattr(coterie.User, name)))
     monkeypatch.setattr(PrivateGradients, "gradient", counted)
     me, *peers = users()
-    how: dict[str, Any] = {} if isinstance(rule, FedAvg) else {"optimizer": torch.optim.SGD, "lr": 0.01}
-    coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, rule, steps=4, batch_size=N, engine=engine, **how)
+    how: dict[str, Any] = (
+        {} if isinstance(rule, FedAvg) else {"optimizer": torch.optim.SGD, "lr": 0.01}
+    )
+    coterie.train(
+        nn.Linear(WIDTH, 1), LOSS, me, peers, rule, steps=4, batch_size=N, engine=engine, **how
+    )
     assert {name: peer.ledger.given for name, peer in made[0].peers.items()} == given
     assert max(given.values()) == gradients
 

@@ -18,7 +18,8 @@ from coterie.engines.peer import Peer
 from coterie.engines.rounding import Rounding
 from coterie.errors import KnobError
 
-WHERE = [name for name in ENGINES if not name.startswith(("in process", "Flower"))]  # which refuses it
+# which refuses it
+WHERE = [name for name in ENGINES if not name.startswith(("in process", "Flower"))]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -28,7 +29,11 @@ def test_the_sum_of_messages_is_exact_but_for_the_last(dtype: torch.dtype) -> No
     plain = torch.zeros(50)
     for _ in range(200):
         message = 1 + 0.001 * torch.randn(50, generator=generator)
-        sent, exact, plain = sent + rounding(message).float(), exact + message, plain + message.to(dtype).float()
+        sent, exact, plain = (
+            sent + rounding(message).float(),
+            exact + message,
+            plain + message.to(dtype).float(),
+        )
     assert float((sent - exact).abs().max()) < 2 * torch.finfo(dtype).eps
     assert float((plain - exact).abs().max()) > 10 * float((sent - exact).abs().max())
 
@@ -67,7 +72,9 @@ def trained(where: str, compress: str | None, steps: int = 100) -> coterie.Run:
             "evaluate_every": 150,
         }
         rule = coterie.WeightedAveraging(0.9)
-        return coterie.train(nn.Linear(4, 1), mse_loss, me, peers, rule, engine=engine, measure=False, **how)
+        return coterie.train(
+            nn.Linear(4, 1), mse_loss, me, peers, rule, engine=engine, measure=False, **how
+        )
 
 
 def test_a_peer_adds_what_its_last_answer_lost_for_each_caller_by_itself() -> None:

@@ -36,9 +36,13 @@ Rule = coterie.Rule | coterie.AdaptiveAveraging
 RULES: dict[str, Rule] = {
     "alone": coterie.Alone(),
     "averaging": coterie.WeightedAveraging(0.6, TAU),
-    "averaging some": coterie.WeightedAveraging(lambda t: 0.9 / (1 + t), {"peer 4": 0.5, "peer 2": 0.5}),
+    "averaging some": coterie.WeightedAveraging(
+        lambda t: 0.9 / (1 + t), {"peer 4": 0.5, "peer 2": 0.5}
+    ),
     "bias correction": coterie.BiasCorrection(0.8, 0.1, TAU),
-    "half correction": coterie.BiasCorrection(0.8, 0.1, correction=0.5, start="zero", warm_up=False),
+    "half correction": coterie.BiasCorrection(
+        0.8, 0.1, correction=0.5, start="zero", warm_up=False
+    ),
     "oracle": coterie.OracleCorrection(0.7, bias=lambda x: 0.1 * x),
     "stream": StreamAveraging(horizon=12),
     "adaptive": coterie.AdaptiveAveraging(),
@@ -48,7 +52,9 @@ RULES: dict[str, Rule] = {
 
 def trained(engine: MakeEngine, case: Case, rule: Rule, **settings: Any) -> coterie.Run:
     me, *peers = make_users(case)
-    held_out = coterie.User("me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0))
+    held_out = coterie.User(
+        "me", *me.batch(20, seed=0, step=0), validation=me.batch(9, seed=1, step=0)
+    )
     model = make_model(case)
     keywords: dict[str, Any] = {
         "steps": 12,
@@ -75,7 +81,9 @@ def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule:
     found = trained(make_engine, CASES[name], RULES[rule])
     assert found.step == 12
     for key, value in wanted.model.state_dict().items():
-        if value.is_floating_point():  # how many batches moved a buffer depends on how copies are passed
+        if (
+            value.is_floating_point()
+        ):  # how many batches moved a buffer depends on how copies are passed
             torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-8, atol=1e-10)
     for point, other in zip(found.record.points, wanted.record.points, strict=True):
         assert point.to_plain() == pytest.approx(other.to_plain(), rel=1e-8)
@@ -84,16 +92,22 @@ def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule:
 def test_constants_are_measured_on_every_engine(make_engine: MakeEngine) -> None:
     """User 0's examples are dealt out in every case; of peers elsewhere the batches of steps are asked for."""
     wanted, found = (
-        trained(engine, CASES["mlp"], coterie.WeightedAveraging("auto"), measure=True).record.configuration
+        trained(
+            engine, CASES["mlp"], coterie.WeightedAveraging("auto"), measure=True
+        ).record.configuration
         for engine in (coterie.InProcess, make_engine)
     )
     for name in ("noise", "smoothness", "gradient"):
         assert found.estimates[name] == pytest.approx(wanted.estimates[name], rel=1e-6)
     assert set(found.estimates["peers"]) == set(TAU)
     for name, peer in found.estimates["peers"].items():
-        assert peer["noise"][0] == pytest.approx(wanted.estimates["peers"][name]["noise"][0], rel=0.5)
+        assert peer["noise"][0] == pytest.approx(
+            wanted.estimates["peers"][name]["noise"][0], rel=0.5
+        )
     assert 0 < found.choice["alpha"] < 1
-    plain = trained(make_engine, CASES["mlp"], RULES["averaging"], steps=1, measure=True).record.configuration
+    plain = trained(
+        make_engine, CASES["mlp"], RULES["averaging"], steps=1, measure=True
+    ).record.configuration
     assert set(plain.estimates["peers"]) == set(TAU)
 
 
@@ -101,7 +115,9 @@ def test_a_model_of_ones_own_is_not_touched(make_engine: MakeEngine) -> None:
     before = copy.deepcopy(make_model(CASES["batch norm"]).state_dict())
     run = trained(make_engine, CASES["batch norm"], RULES["averaging"])
     assert int(run.model[1].num_batches_tracked) == run.best_step  # type: ignore[index]  # a BatchNorm1d
-    assert all(torch.equal(v, before[k]) for k, v in make_model(CASES["batch norm"]).state_dict().items())
+    assert all(
+        torch.equal(v, before[k]) for k, v in make_model(CASES["batch norm"]).state_dict().items()
+    )
 
 
 class SumsOnly(coterie.InProcess):
@@ -118,7 +134,9 @@ class SumsOnly(coterie.InProcess):
 
 
 def test_a_rule_that_needs_rows_fails_early(tmp_path: Any) -> None:
-    with pytest.raises(KnobError, match="`StreamAveraging` needs every peer's gradient, but this engine gives"):
+    with pytest.raises(
+        KnobError, match="`StreamAveraging` needs every peer's gradient, but this engine gives"
+    ):
         trained(SumsOnly, CASES["mlp"], StreamAveraging(9), out=tmp_path / "run")
     assert SumsOnly.closed == 1
     with pytest.raises(KnobError, match="needs every peer's gradient to choose its knobs"):
@@ -141,7 +159,8 @@ def test_measuring_elsewhere_needs_rows() -> None:
     rule = coterie.WeightedAveraging(0.5)
     assert not trained(Elsewhere, CASES["mlp"], rule, measure=None).record.configuration.estimates
     with pytest.raises(
-        KnobError, match="`measure` needs every peer's gradient, but this engine gives their weighted"
+        KnobError,
+        match="`measure` needs every peer's gradient, but this engine gives their weighted",
     ):
         trained(Elsewhere, CASES["mlp"], rule, measure=True)
 
@@ -150,7 +169,13 @@ def test_an_engine_that_is_passed_in_stays_open() -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
     engine, before = SumsOnly(model, f.cross_entropy, users[0], users[1:]), SumsOnly.closed
     coterie.train(
-        model, f.cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), engine=engine, steps=2
+        model,
+        f.cross_entropy,
+        users[0],
+        users[1:],
+        coterie.WeightedAveraging(0.5),
+        engine=engine,
+        steps=2,
     )
     assert SumsOnly.closed == before
 

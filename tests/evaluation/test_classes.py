@@ -86,7 +86,8 @@ def test_calibration_bins_have_equal_sizes_and_are_as_scikit_learn_has_them() ->
     np.testing.assert_allclose([one.came_true for one in bins], share)
     np.testing.assert_allclose([one.told for one in bins], mean)
     doubled = calibration(told, truth, 5, np.full(N, 2.0))
-    np.testing.assert_allclose([one.error for one in doubled], [one.error for one in bins])  # not twice the rows
+    # not twice the rows
+    np.testing.assert_allclose([one.error for one in doubled], [one.error for one in bins])
     assert [one.rows for one in calibration([0.3] * 6, [0, 1] * 3)] == [6]
 
 
@@ -95,4 +96,5 @@ def test_what_is_not_defined_is_not_a_number() -> None:
     assert math.isnan(METRICS["r2"](torch.zeros(3, 1), torch.ones(3, 1)))
     outputs, one_class = torch.eye(3), torch.tensor([1, 1, 1])
     assert math.isnan(METRICS["auc"](outputs[:, :2], one_class))
-    assert METRICS["auc"](outputs, torch.tensor([0, 1, 1])) == 0.875  # of the two classes that are there
+    # of the two classes that are there
+    assert METRICS["auc"](outputs, torch.tensor([0, 1, 1])) == 0.875

@@ -27,7 +27,10 @@ def test_accuracy_and_loss_have_the_usual_paired_error() -> None:
     comparison = compare(ours, alone, cross_entropy, data, on="some")
     with torch.no_grad():
         right = [(m(data.inputs).argmax(1) == data.targets).double().numpy() for m in (ours, alone)]
-        losses = [cross_entropy(m(data.inputs), data.targets, reduction="none").numpy() for m in (ours, alone)]
+        losses = [
+            cross_entropy(m(data.inputs), data.targets, reduction="none").numpy()
+            for m in (ours, alone)
+        ]
     assert list(comparison.measures) == ["accuracy", "loss"]
     for name, (mine, theirs) in {"accuracy": right, "loss": losses}.items():
         one = comparison.measures[name]
@@ -44,7 +47,9 @@ def test_the_error_of_a_root_is_that_of_the_bootstrap() -> None:
     ours, alone = linear(3, 1, seed=1), linear(3, 1, seed=2)
     one = compare(ours, alone, mse_loss, data, on="some").measures["rmse"]
     with torch.no_grad():
-        squares = np.array([(m(data.inputs) - data.targets).square().flatten().numpy() for m in (ours, alone)])
+        squares = np.array(
+            [(m(data.inputs) - data.targets).square().flatten().numpy() for m in (ours, alone)]
+        )
     roots = np.sqrt(squares.mean(1))
     assert one.difference == pytest.approx(roots[0] - roots[1], rel=1e-9)
     pick = rng.integers(0, n, (10_000, n))  # the bootstrap knows no formula
@@ -60,7 +65,9 @@ def test_one_example_and_a_metric_that_some_examples_do_not_allow() -> None:
 
     ours, alone = linear(2, 1, seed=1), linear(2, 1, seed=2)
     inputs = torch.ones(2, 2).double()
-    two = compare(ours, alone, mse_loss, InMemory(inputs, inputs[:, :1]), {"picky": picky}, on="two")
+    two = compare(
+        ours, alone, mse_loss, InMemory(inputs, inputs[:, :1]), {"picky": picky}, on="two"
+    )
     assert math.isnan(two.measures["picky"].error)
     assert two.measures["loss"].error == 0
     one = compare(ours, alone, mse_loss, InMemory(inputs[:1], inputs[:1, :1]), on="one")

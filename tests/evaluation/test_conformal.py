@@ -32,7 +32,9 @@ def test_the_threshold_is_the_least_that_fulfils_the_inequality(coverage: float)
 def test_own_scores_cover_as_the_theorem_says(n: int, coverage: float) -> None:
     """For n + 1 exchangeable scores without ties P(covered) is ⌈c(n + 1)⌉/(n + 1), exactly."""
     rng, times = np.random.default_rng(n), 4000
-    covered = [rng.random() <= Calibration(rng.random(n)).threshold(coverage).score for _ in range(times)]
+    covered = [
+        rng.random() <= Calibration(rng.random(n)).threshold(coverage).score for _ in range(times)
+    ]
     exact = np.ceil(coverage * (n + 1) - 1e-9) / (n + 1)
     assert np.mean(covered) == pytest.approx(exact, abs=4 * np.sqrt(exact * (1 - exact) / times))
 
@@ -56,19 +58,28 @@ def test_peers_with_other_scores_lend_nothing() -> None:
     low, loud = rng.random(200) / 100, 10 * rng.random(200)
     lent = {"alike": np.tile(own, 6), "liar": low, "loud": loud, "none": low[:0]}
     assert Calibration(own, lent).lenders() == ("alike",)
-    assert Calibration(own, {"liar": lent["liar"]}).threshold(0.9) == Calibration(own).threshold(0.9)
+    assert Calibration(own, {"liar": lent["liar"]}).threshold(0.9) == Calibration(own).threshold(
+        0.9
+    )
 
 
 def test_likeness_is_the_rank_test_of_scipy() -> None:
     rng = np.random.default_rng(3)
     for _ in range(100):
-        own, lent = rng.integers(0, 40, 12) / 40.0, np.r_[rng.random(100), 0.5] * rng.choice([0.6, 1.0, 1.5])
+        own, lent = (
+            rng.integers(0, 40, 12) / 40.0,
+            np.r_[rng.random(100), 0.5] * rng.choice([0.6, 1.0, 1.5]),
+        )
         p = {
-            side: mannwhitneyu(own, lent, alternative=side, method="asymptotic", use_continuity=False).pvalue
+            side: mannwhitneyu(
+                own, lent, alternative=side, method="asymptotic", use_continuity=False
+            ).pvalue
             for side in ("greater", "less")
         }
         expected = p["greater"] >= conformal.TOO_SMALL and p["less"] >= conformal.TOO_LARGE
-        clear = all(abs(p[side] - limit) > 0.01 for side, limit in (("greater", 0.1), ("less", 0.3)))
+        clear = all(
+            abs(p[side] - limit) > 0.01 for side, limit in (("greater", 0.1), ("less", 0.3))
+        )
         assert not clear or bool(Calibration(own, {"a": lent}).lenders()) == expected
 
 

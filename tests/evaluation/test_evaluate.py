@@ -19,7 +19,9 @@ from coterie.users.examples import InMemory
 
 def examples(size: int = 50) -> InMemory:
     generator = torch.Generator().manual_seed(0)
-    return InMemory(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
+    return InMemory(
+        torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
@@ -30,7 +32,9 @@ def test_chunks_do_not_matter(chunk: int) -> None:
         logits = model(data.inputs).double().numpy()
     rows = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     values = evaluate(model, f.cross_entropy, data, chunk=chunk)
-    assert values["loss"] == pytest.approx(-rows[np.arange(50), data.targets.numpy()].mean(), rel=1e-5)
+    assert values["loss"] == pytest.approx(
+        -rows[np.arange(50), data.targets.numpy()].mean(), rel=1e-5
+    )
     assert values["accuracy"] == pytest.approx((logits.argmax(1) == data.targets.numpy()).mean())
 
 
@@ -60,7 +64,9 @@ def test_binary_and_regression_end_to_end() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     data = InMemory(torch.tensor([[-1.0], [2.0], [3.0]]), torch.tensor([[0.0], [1.0], [0.0]]))
-    assert evaluate(model, f.binary_cross_entropy_with_logits, data)["accuracy"] == pytest.approx(2 / 3)
+    assert evaluate(model, f.binary_cross_entropy_with_logits, data)["accuracy"] == pytest.approx(
+        2 / 3
+    )
     assert evaluate(model, f.mse_loss, data)["rmse"] == pytest.approx(np.sqrt((1 + 1 + 9) / 3))
 
 
@@ -98,9 +104,12 @@ def test_any_metric() -> None:
 
 def test_the_loss_is_over_the_whole_set_whatever_the_chunks() -> None:
     generator = torch.Generator().manual_seed(0)
-    data = InMemory(torch.randn(50, 3, generator=generator), torch.randint(4, (50,), generator=generator))
+    data = InMemory(
+        torch.randn(50, 3, generator=generator), torch.randint(4, (50,), generator=generator)
+    )
     model = nn.Linear(3, 4)
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 3.0, 9.0]))  # a mean with weights: no mean of means
+    # a mean with weights: no mean of means
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 3.0, 9.0]))
     with torch.no_grad():
         whole = float(loss(model(data.inputs), data.targets))
     assert evaluate(model, loss, data, chunk=7)["loss"] == pytest.approx(whole, rel=1e-6)

@@ -29,7 +29,11 @@ def test_the_mean_by_example_is_torchs_mean(
     torch.manual_seed(0)
     outputs, targets = torch.randn(8, 3, *shape[1:]), torch.randint(3, shape)
     loss = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
-    for given in (targets, targets.masked_fill(torch.rand(shape) < 0.4, -100), torch.full_like(targets, -100)):
+    for given in (
+        targets,
+        targets.masked_fill(torch.rand(shape) < 0.4, -100),
+        torch.full_like(targets, -100),
+    ):
         known = known_per_example(loss)
         assert known is not None
         torch.testing.assert_close(known(outputs, given), loss(outputs, given), equal_nan=True)
@@ -84,15 +88,25 @@ def test_weights_of_classes_are_used_on_a_gpu_by_runs_that_are_taken_together(
 ) -> None:
     """Their models' outputs are scored on the host."""
     held_out = some(30)
-    me, *peers = (coterie.User(name, *some(40 + k), validation=held_out) for k, name in enumerate("mab"))
+    me, *peers = (
+        coterie.User(name, *some(40 + k), validation=held_out) for k, name in enumerate("mab")
+    )
     torch.manual_seed(0)
-    model, loss, rule = nn.Linear(4, 3), nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0])), coterie.Alone()
+    model, loss, rule = (
+        nn.Linear(4, 3),
+        nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0])),
+        coterie.Alone(),
+    )
     ends: dict[str, list[float]] = {}
-    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))  # captured steps are each run's own
+    # captured steps are each run's own
+    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))
     for device in ("cuda", "cpu"):
         spec = coterie.RunSpec(model, loss, me, peers, rule, lr=0.01, steps=4, device=device)
         everybody = coterie.train_everyone(
-            *(model, loss, [me, *peers], coterie.WeightedAveraging(0.5)), lr=0.01, steps=4, device=device
+            *(model, loss, [me, *peers], coterie.WeightedAveraging(0.5)),
+            lr=0.01,
+            steps=4,
+            device=device,
         )
         runs = [*coterie.train_many([spec, replace(spec, seed=1)]), everybody.runs["m"]]
         assert all(run.record.configuration.runs.startswith("one program") for run in runs)
@@ -123,14 +137,26 @@ def test_ignored_targets_are_ignored_everywhere() -> None:
     """The run is that of users who do not have the examples whose targets are ignored, when batches are all."""
     without = []
     for user in users(ignored=True):
-        kept = [InMemory(p.inputs[p.targets != -100], p.targets[p.targets != -100]) for p in sets(user)]
+        kept = [
+            InMemory(p.inputs[p.targets != -100], p.targets[p.targets != -100]) for p in sets(user)
+        ]
         held = (kept[1].inputs, kept[1].targets) if len(kept) > 1 else None
         without.append(coterie.User(user.name, kept[0].inputs, kept[0].targets, validation=held))
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     runs = [
-        coterie.train(model, f.cross_entropy, me, peers, coterie.WeightedAveraging(0.5), steps=20, batch_size=99)
-        for me, *peers in ([_double(user) for user in each] for each in (users(ignored=True), without))
+        coterie.train(
+            model,
+            f.cross_entropy,
+            me,
+            peers,
+            coterie.WeightedAveraging(0.5),
+            steps=20,
+            batch_size=99,
+        )
+        for me, *peers in (
+            [_double(user) for user in each] for each in (users(ignored=True), without)
+        )
     ]
     for ours, theirs in zip(runs[0].record.points, runs[1].record.points, strict=True):
         assert ours.validation == pytest.approx(theirs.validation, rel=1e-9)
@@ -163,9 +189,20 @@ def test_a_set_and_a_batch_with_nothing_to_learn_from_are_told() -> None:
     rare = coterie.User("me", some()[0], torch.tensor([0, 1, *[-100] * 38]))
     rule = coterie.WeightedAveraging(0.5)
     with pytest.warns(UserWarning, match="a batch of 'b' has nothing to learn from"):
-        coterie.train(nn.Linear(4, 3), f.cross_entropy, me, [seldom], rule, steps=9, batch_size=2, measure=False)
+        coterie.train(
+            nn.Linear(4, 3),
+            f.cross_entropy,
+            me,
+            [seldom],
+            rule,
+            steps=9,
+            batch_size=2,
+            measure=False,
+        )
     with pytest.warns(UserWarning, match="a batch of 'me' has nothing to learn from"):
-        run = coterie.train(nn.Linear(4, 3), f.cross_entropy, rare, [peer], rule, steps=9, batch_size=2)
+        run = coterie.train(
+            nn.Linear(4, 3), f.cross_entropy, rare, [peer], rule, steps=9, batch_size=2
+        )
     assert all(point.own_loss is None or point.own_loss > 0 for point in run.record.points)
 
 
@@ -213,13 +250,25 @@ def test_the_models_own_loss_serves() -> None:
     model, rule = Wrapped(), coterie.WeightedAveraging(0.5)
     given = users()
     plain = coterie.train(
-        model, lambda o, y: f.cross_entropy(o.logits, y), given[0], given[1:], rule, steps=15, batch_size=8
+        model,
+        lambda o, y: f.cross_entropy(o.logits, y),
+        given[0],
+        given[1:],
+        rule,
+        steps=15,
+        batch_size=8,
     )
     inside = []
     for user in given:
         parts = [{"inputs": p.inputs, "labels": p.targets} for p in sets(user)]
-        inside.append(coterie.User(user.name, parts[0], validation=(parts[1], None) if len(parts) > 1 else None))
-    own = coterie.train(model, coterie.model_loss, inside[0], inside[1:], rule, steps=15, batch_size=8)
+        inside.append(
+            coterie.User(
+                user.name, parts[0], validation=(parts[1], None) if len(parts) > 1 else None
+            )
+        )
+    own = coterie.train(
+        model, coterie.model_loss, inside[0], inside[1:], rule, steps=15, batch_size=8
+    )
     for ours, theirs in zip(own.record.points, plain.record.points, strict=True):
         assert ours.validation["loss"] == pytest.approx(theirs.validation["loss"], rel=1e-5)
     with pytest.raises(ModelError, match="has no `loss`"):
@@ -233,7 +282,8 @@ def test_the_models_own_loss_serves() -> None:
         nn.CrossEntropyLoss(reduction="none"),
         coterie.per_example(lambda o, y: f.cross_entropy(o, y, reduction="none")),
         coterie.per_example(
-            lambda o, y: f.cross_entropy(o, y, reduction="none") * (1.0 + y), weights=lambda y: 1.0 + y
+            lambda o, y: f.cross_entropy(o, y, reduction="none") * (1.0 + y),
+            weights=lambda y: 1.0 + y,
         ),
     ],
 )

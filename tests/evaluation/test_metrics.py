@@ -15,12 +15,21 @@ from coterie.evaluation.metrics import accuracy, binary_accuracy, metrics_for, r
 
 def test_metrics_are_those_of_scikit_learn() -> None:
     generator = torch.Generator().manual_seed(0)
-    numbers, classes = torch.randn(50, 3, generator=generator), torch.randint(3, (50,), generator=generator)
+    numbers, classes = (
+        torch.randn(50, 3, generator=generator),
+        torch.randint(3, (50,), generator=generator),
+    )
     outputs = torch.randn(50, 3, generator=generator)
-    assert accuracy(outputs, classes) == pytest.approx(sk.accuracy_score(classes, outputs.argmax(1)))
+    assert accuracy(outputs, classes) == pytest.approx(
+        sk.accuracy_score(classes, outputs.argmax(1))
+    )
     signs = (classes > 0).float()
-    assert binary_accuracy(outputs[:, 0], signs) == pytest.approx(sk.accuracy_score(signs, outputs[:, 0] > 0))
-    assert rmse(outputs, numbers) == pytest.approx(sk.root_mean_squared_error(numbers.flatten(), outputs.flatten()))
+    assert binary_accuracy(outputs[:, 0], signs) == pytest.approx(
+        sk.accuracy_score(signs, outputs[:, 0] > 0)
+    )
+    assert rmse(outputs, numbers) == pytest.approx(
+        sk.root_mean_squared_error(numbers.flatten(), outputs.flatten())
+    )
 
 
 def test_metrics_of_two_examples() -> None:

@@ -46,7 +46,9 @@ def test_a_newcomer_with_few_examples_begins_near_the_end(trained: coterie.Runs)
         assert joined.runs[name] is trained.runs[name]
     run = joined.runs["late"]
     peers = [spec.me for spec in trained.specs]
-    scratch = coterie.train(trained.specs[0].model, mse_loss, newcomer, peers, **{**SETTINGS, "steps": 20})
+    scratch = coterie.train(
+        trained.specs[0].model, mse_loss, newcomer, peers, **{**SETTINGS, "steps": 20}
+    )
     assert run.test["loss"] < 0.5 < scratch.test["loss"]  # in 20 steps from the start of everybody
     assert joined.weights.loc["a", "late"] == 0
     assert "late joined later and began from the model of contrary" in joined.summary()
@@ -55,13 +57,18 @@ def test_a_newcomer_with_few_examples_begins_near_the_end(trained: coterie.Runs)
     assert (Path(out) / "late" / "record.jsonl").exists()
 
 
-def test_the_pooled_model_is_left_only_for_one_that_is_clearly_better(trained: coterie.Runs) -> None:
+def test_the_pooled_model_is_left_only_for_one_that_is_clearly_better(
+    trained: coterie.Runs,
+) -> None:
     assert trained.pooled is not None
     between = user("between", 1 / 3, 6, 5)  # where the pooled model is
     whose, model = best_start(trained, between, mse_loss)
     assert whose == "the pooled model"
     assert model is trained.pooled.model
-    assert best_start(trained, user("like a", 1.0, 6, 6), mse_loss)[0] in ("the model of a", "the model of b")
+    assert best_start(trained, user("like a", 1.0, 6, 6), mse_loss)[0] in (
+        "the model of a",
+        "the model of b",
+    )
 
 
 def test_who_cannot_join(trained: coterie.Runs) -> None:
@@ -72,7 +79,9 @@ def test_who_cannot_join(trained: coterie.Runs) -> None:
 
 
 def test_who_was_left_out_and_joins_is_no_longer_said_to_be(trained: coterie.Runs) -> None:
-    told = replace(trained, not_trained={"late riser": "left out: too few", "other": "left out: too few"})
+    told = replace(
+        trained, not_trained={"late riser": "left out: too few", "other": "left out: too few"}
+    )
     joined = told.join(user("late riser", 1.0, 5, 8), steps=2)
     assert list(joined.not_trained) == ["other"]
     assert joined.summary().count("late riser: ") == 1
@@ -81,11 +90,17 @@ def test_who_was_left_out_and_joins_is_no_longer_said_to_be(trained: coterie.Run
 
 def test_who_does_not_fit_is_told(trained: coterie.Runs) -> None:
     narrow = coterie.User("narrow", torch.randn(4, 9), torch.randn(4, 1))
-    with pytest.raises(DataError, match=r"the inputs of the newcomer 'narrow' .* are not like those of 'a'"):
+    with pytest.raises(
+        DataError, match=r"the inputs of the newcomer 'narrow' .* are not like those of 'a'"
+    ):
         trained.join(narrow)
     broken = {name: replace(run, model=torch.nn.Linear(9, 1)) for name, run in trained.runs.items()}
-    with pytest.raises(UserCodeError, match="the newcomer 'wide' could begin from, on its examples, raised"):
+    with pytest.raises(
+        UserCodeError, match="the newcomer 'wide' could begin from, on its examples, raised"
+    ):
         replace(trained, runs=broken).join(user("wide", 1.0, 5, 7))
-    stream = coterie.User.stream("stream", lambda n, seed, step: (torch.zeros(n, 10), torch.zeros(n, 1)))
+    stream = coterie.User.stream(
+        "stream", lambda n, seed, step: (torch.zeros(n, 10), torch.zeros(n, 1))
+    )
     with pytest.raises(DataError, match="'stream' is a stream"):
         trained.join(stream)

@@ -32,18 +32,27 @@ SETTINGS: dict[str, Any] = {"lr": 0.05, "measure": False, "trackers": (), "steps
 
 
 def train(rule: Any, users: list[coterie.User] | None = None, **changed: Any) -> coterie.Runs:
-    return coterie.train_everyone(network(), cross_entropy, users or everyone(), rule, **{**SETTINGS, **changed})
+    return coterie.train_everyone(
+        network(), cross_entropy, users or everyone(), rule, **{**SETTINGS, **changed}
+    )
 
 
-def assert_close(runs: coterie.Runs, users: list[coterie.User], rule: Any, but: str = "", /, **more: Any) -> None:
+def assert_close(
+    runs: coterie.Runs, users: list[coterie.User], rule: Any, but: str = "", /, **more: Any
+) -> None:
     """Everybody's run is the one that `train` gives, to rounding, with the same costs and the same record."""
     settings = {key: value for key, value in {**SETTINGS, **more}.items() if key != "out"}
     for me in (user for user in users if user.name != but):
         peers = [user for user in users if user is not me]
-        one, mine = coterie.train(network(), cross_entropy, me, peers, rule, **settings), runs.runs[me.name]
+        one, mine = (
+            coterie.train(network(), cross_entropy, me, peers, rule, **settings),
+            runs.runs[me.name],
+        )
         torch.testing.assert_close(list(mine.model.parameters()), list(one.model.parameters()))
         assert mine.record.end.costs == one.record.end.costs
-        assert [point.step for point in mine.record.points] == [point.step for point in one.record.points]
+        assert [point.step for point in mine.record.points] == [
+            point.step for point in one.record.points
+        ]
         for a, b in zip(mine.record.points, one.record.points, strict=True):
             assert a.to_plain() == pytest.approx(b.to_plain(), rel=1e-4, abs=1e-9)
 
@@ -51,7 +60,8 @@ def assert_close(runs: coterie.Runs, users: list[coterie.User], rule: Any, but: 
 @pytest.mark.parametrize("rule", RULES)
 def test_one_program_gives_the_runs_of_train(rule: str) -> None:
     users = everyone(4)
-    users[3] = coterie.User("few", *users[3].examples.take(torch.arange(5)))  # other folds, and nothing held out
+    # other folds, and nothing held out
+    users[3] = coterie.User("few", *users[3].examples.take(torch.arange(5)))
     runs = train(RULES[rule], users)
     how = {run.record.configuration.runs for run in runs.runs.values()}
     assert any(told.startswith("one program") for told in how)
@@ -60,12 +70,17 @@ def test_one_program_gives_the_runs_of_train(rule: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rule", RULES)
-def test_one_program_on_a_gpu_gives_what_the_cpu_gives(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))  # captured steps are each run's own
+def test_one_program_on_a_gpu_gives_what_the_cpu_gives(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # captured steps are each run's own
+    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))
     there, here = (train(RULES[rule], device=device) for device in ("cuda", "cpu"))
     for name, run in there.runs.items():
         assert run.record.configuration.runs.startswith("one program")
-        ours, theirs = ([p.cpu() for p in each.model.parameters()] for each in (run, here.runs[name]))
+        ours, theirs = (
+            [p.cpu() for p in each.model.parameters()] for each in (run, here.runs[name])
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
@@ -73,7 +88,9 @@ def test_steps_between_looks_are_taken_for_all_and_constants_are_measured_once()
     users, settings = everyone(3), {"steps": 96, "evaluate_every": 24, "measure": None}
     runs = train(None, users, **settings)
     assert_close(runs, users, None, **settings)
-    one = coterie.train(network(), cross_entropy, users[2], users[:2], **{**SETTINGS, **settings, "steps": 1})
+    one = coterie.train(
+        network(), cross_entropy, users[2], users[:2], **{**SETTINGS, **settings, "steps": 1}
+    )
     assert runs.runs["user 2"].record.configuration.estimates == one.record.configuration.estimates
 
 
@@ -92,7 +109,11 @@ def test_schedules_clipping_and_a_guard_that_restarts() -> None:
     }
     rule = coterie.WeightedAveraging(1.0)
     runs = train(rule, users, **options)
-    restarts = [run.record.points[-1].guard.restarts for run in runs.runs.values() if run.record.points[-1].guard]
+    restarts = [
+        run.record.points[-1].guard.restarts
+        for run in runs.runs.values()
+        if run.record.points[-1].guard
+    ]
     assert max(restarts) > 0
     assert_close(runs, users, rule, **options)
 
@@ -107,7 +128,8 @@ def test_resumed_it_has_the_same_bits(rule: str, tmp_path: Path) -> None:
     ahead = tmp_path / "part" / "user_1" / "checkpoints"
     ahead.mkdir(exist_ok=True)
     for path in checkpoint.saved(tmp_path / "whole" / "user_1" / "checkpoints"):
-        shutil.copy(path, ahead)  # killed while checkpoints were written: one is ahead of the others
+        # killed while checkpoints were written: one is ahead of the others
+        shutil.copy(path, ahead)
     again = train(RULES[rule], out=tmp_path / "part", resume=True)
     for name, run in whole.runs.items():
         assert same(state_of(run.model), state_of(again.models[name]))
@@ -115,7 +137,9 @@ def test_resumed_it_has_the_same_bits(rule: str, tmp_path: Path) -> None:
         assert again.runs[name].record.configuration.runs == "one program of 4"
 
 
-def test_ctrl_c_ends_all_after_the_step_they_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_all_after_the_step_they_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def pressing(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -130,7 +154,9 @@ def test_ctrl_c_ends_all_after_the_step_they_are_in(tmp_path: Path, monkeypatch:
     assert stopped.pooled is None
     assert {run.step for run in stopped.runs.values()} == {next(iter(stopped.runs.values())).step}
     assert next(iter(stopped.runs.values())).step < 12
-    again = train(RULES["wga"], users, out=tmp_path, metrics={"m": pressing}, evaluate_every=2, resume=True)
+    again = train(
+        RULES["wga"], users, out=tmp_path, metrics={"m": pressing}, evaluate_every=2, resume=True
+    )
     whole = train(RULES["wga"], users, evaluate_every=2)
     for name, run in whole.runs.items():
         assert same(state_of(run.model), state_of(again.models[name]))
@@ -143,7 +169,8 @@ def test_one_whose_gradient_is_not_finite_ends_and_the_others_go_on() -> None:
         inputs, targets = users[2].examples.take(torch.arange(12))
         users[2] = coterie.User("user 2", inputs * torch.nan, targets)
         with pytest.warns(
-            UserWarning, match=r"the run of 'user 2' has ended early: .* not finite at step 0 \(loss"
+            UserWarning,
+            match=r"the run of 'user 2' has ended early: .* not finite at step 0 \(loss",
         ):
             runs = train(RULES[rule], users)
         assert runs.runs["user 2"].stopped is Stopped.NOT_FINITE
@@ -215,7 +242,9 @@ def test_rules_that_need_every_gradient_are_followed_one_by_one() -> None:
 @pytest.mark.parametrize("rule", [None, coterie.WeightedAveraging(0.5)])
 def test_a_layer_that_keeps_runs_apart_is_the_reason_told(rule: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    runs = coterie.train_everyone(model, cross_entropy, everyone(3), rule, **SETTINGS | {"steps": 2})
+    runs = coterie.train_everyone(
+        model, cross_entropy, everyone(3), rule, **SETTINGS | {"steps": 2}
+    )
     told = {run.record.configuration.runs for run in runs.runs.values()}
     assert len(told) == 1
     assert "the model moves its buffers" in told.pop()
@@ -227,5 +256,7 @@ def test_alignment_takes_the_step_that_most_have(tmp_path: Path) -> None:
             checkpoint.save(tmp_path / name / "checkpoints", step, {"x": torch.zeros(1)})
     folders = [tmp_path / name for name in ("a", "b", "c", "failed")]
     align(folders)
-    newest = [checkpoint.step_of(checkpoint.saved(folder / "checkpoints")[-1]) for folder in folders]
+    newest = [
+        checkpoint.step_of(checkpoint.saved(folder / "checkpoints")[-1]) for folder in folders
+    ]
     assert newest == [8, 8, 8, 3]

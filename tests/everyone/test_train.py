@@ -41,7 +41,9 @@ def test_everybodys_run_is_the_one_that_train_gives(rule: str) -> None:
 
 def test_the_mean_and_the_worst_off_are_those_of_the_runs() -> None:
     users = everyone()
-    runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=12, lr=0.05, measure=False)
+    runs = coterie.train_everyone(
+        network(), cross_entropy, users, RULES["wga"], steps=12, lr=0.05, measure=False
+    )
     text, served, alone = runs.summary(), {}, {}
     for name, run in runs.runs.items():
         assert f"{name}: {run.verdict.sentence}" in text
@@ -58,21 +60,38 @@ def test_the_mean_and_the_worst_off_are_those_of_the_runs() -> None:
 def test_every_user_has_a_folder_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     users = everyone()
     settings: dict[str, Any] = {"lr": 0.05, "measure": False, "trackers": ()}
-    first = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=6, out=tmp_path, **settings)
-    assert {path.name for path in tmp_path.iterdir()} >= {name.replace(" ", "_") for name in first.runs}
-    again = coterie.train_everyone(
-        network(), cross_entropy, users, RULES["wga"], steps=12, out=tmp_path, resume=True, **settings
+    first = coterie.train_everyone(
+        network(), cross_entropy, users, RULES["wga"], steps=6, out=tmp_path, **settings
     )
-    straight = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=12, **settings)
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        name.replace(" ", "_") for name in first.runs
+    }
+    again = coterie.train_everyone(
+        network(),
+        cross_entropy,
+        users,
+        RULES["wga"],
+        steps=12,
+        out=tmp_path,
+        resume=True,
+        **settings,
+    )
+    straight = coterie.train_everyone(
+        network(), cross_entropy, users, RULES["wga"], steps=12, **settings
+    )
     for name, run in straight.runs.items():
         assert same(state_of(run.model), state_of(again.models[name]))
 
 
 def test_one_who_cannot_learn_is_left_out_and_told() -> None:
     users = everyone()
-    users[1] = coterie.User("lonely", torch.zeros(4, 3, dtype=torch.float64), torch.ones(4, dtype=torch.long))
+    users[1] = coterie.User(
+        "lonely", torch.zeros(4, 3, dtype=torch.float64), torch.ones(4, dtype=torch.long)
+    )
     with pytest.warns(UserWarning, match="'lonely' is left out"):
-        runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=2, measure=False)
+        runs = coterie.train_everyone(
+            network(), cross_entropy, users, RULES["wga"], steps=2, measure=False
+        )
     assert "one class only" in runs.not_trained["lonely"]
     assert "lonely" not in runs.models
     with (
@@ -88,7 +107,9 @@ def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
         coterie.User("of one class", torch.randn(4, 3).double(), torch.zeros(4, dtype=torch.long)),
     ]
     with pytest.warns(UserWarning, match="left out"):
-        runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=6, measure=False)
+        runs = coterie.train_everyone(
+            network(), cross_entropy, users, RULES["wga"], steps=6, measure=False
+        )
     page = runs.report(tmp_path / "index.html").read_text(encoding="utf-8")
     assert runs.summary().splitlines()[0] in page
     assert "of one class: left out" in page
@@ -114,7 +135,18 @@ def test_one_whose_examples_are_not_like_those_of_most_is_left_out() -> None:
 
 
 def test_no_users_folder_is_one_that_something_else_has(tmp_path: Path) -> None:
-    names = ["pooled", "everyone.json", "index.html", "..", "../x", "a/b", "a_b", "A_B", "x" * 300, "x" * 299 + "y"]
+    names = [
+        "pooled",
+        "everyone.json",
+        "index.html",
+        "..",
+        "../x",
+        "a/b",
+        "a_b",
+        "A_B",
+        "x" * 300,
+        "x" * 299 + "y",
+    ]
     places = folder_names(names)
     taken = {place.casefold() for place in places.values()}
     assert len(taken) == len(names)
@@ -127,7 +159,8 @@ def test_no_users_folder_is_one_that_something_else_has(tmp_path: Path) -> None:
 def test_who_has_no_weights_is_not_said_to_be_served_alone(tmp_path: Path) -> None:
     users = everyone()
     rules: dict[str, Any] = {
-        user.name: coterie.methods.FedAvg(local_steps=2) if user is users[0] else RULES["wga"] for user in users
+        user.name: coterie.methods.FedAvg(local_steps=2) if user is users[0] else RULES["wga"]
+        for user in users
     }
     settings: dict[str, Any] = {"steps": 2, "lr": 0.05, "measure": False, "guard": "off"}
     runs = coterie.train_everyone(network(), cross_entropy, users, rules, **settings)

@@ -35,7 +35,9 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get("COTERIE_TEST") == str(tmp_path):
+                if process.pid != os.getpid() and process.environ().get("COTERIE_TEST") == str(
+                    tmp_path
+                ):
                     found.append(process)
         return found
 

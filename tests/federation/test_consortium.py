@@ -40,12 +40,15 @@ from coterie.tables.fit import fit
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.skipif(
-        importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
+        importlib.util.find_spec("nvflare") is None,
+        reason="NVFLARE is not installed: the extra `flare`",
     ),
 ]
 TESTS = Path(__file__).parents[1]
 SITES = ("cleveland", "hungarian", "switzerland")
-SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it")
+SLOW = pytest.mark.skipif(
+    not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it"
+)
 
 
 def end_of(folder: Path) -> End:
@@ -60,8 +63,12 @@ def site_in_this_process(kit: Path, copy: Path) -> Peer:
 
 def a_small_one(folder: Path, example: ModuleType) -> Sequence[str]:
     """Set two sites up and train with them, by the example's functions."""
-    tables = {name: table for name, table in example.hospitals(None).items() if name != "switzerland"}
-    sites: list[str] = example.set_up(folder, tables, "va", ["--own-examples", "40", "--steps", "60"])
+    tables = {
+        name: table for name, table in example.hospitals(None).items() if name != "switzerland"
+    }
+    sites: list[str] = example.set_up(
+        folder, tables, "va", ["--own-examples", "40", "--steps", "60"]
+    )
     with example.started(*example.commands(folder, sites)):
         subprocess.run([*example.COTERIE, "run", str(folder)], check=True, timeout=400)
     return sites
@@ -69,7 +76,9 @@ def a_small_one(folder: Path, example: ModuleType) -> Sequence[str]:
 
 def the_example(folder: Path, example: ModuleType) -> Sequence[str]:
     """Run the example as it stands."""
-    subprocess.run([sys.executable, "-W", "error", str(example.__file__), str(folder)], check=True, timeout=600)
+    subprocess.run(
+        [sys.executable, "-W", "error", str(example.__file__), str(folder)], check=True, timeout=600
+    )
     return SITES
 
 
@@ -83,7 +92,10 @@ def test_a_consortium_gives_the_model_of_one_process(
     settings = lead_settings(folder)
     _, mine = lead_participant(folder, settings)
     assert mine is not None
-    here = {site: site_in_this_process(folder / "sites" / site, tmp_path / "here" / site) for site in sites}
+    here = {
+        site: site_in_this_process(folder / "sites" / site, tmp_path / "here" / site)
+        for site in sites
+    }
     knobs = settings.training
     inside = fit(
         mine,
@@ -105,7 +117,9 @@ def test_a_consortium_gives_the_model_of_one_process(
     assert end.test == pytest.approx(inside.test, rel=1e-4)
     for site in sites:
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
-        assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps)), "one exchange a step"
+        assert [int(json.loads(line)["step"]) for line in lines] == list(range(knobs.steps)), (
+            "one exchange a step"
+        )
         assert sum(json.loads(line)["gradients"] for line in lines) == end.costs[site].gradients
         assert end.traffic[site].bytes_sent == 4 * end.costs[site].numbers_sent
 
@@ -123,7 +137,9 @@ def unfriendly(kit: Path) -> None:
 def stranger(folder: Path, example: ModuleType, port: int) -> Path:
     """Return the folder of a site of another consortium, that uses a name and the server's address of this one."""
     tables = example.hospitals(None)
-    example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--port", str(port)])
+    example.set_up(
+        folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--port", str(port)]
+    )
     return folder / "sites" / "hungarian"
 
 
@@ -133,12 +149,27 @@ def test_a_run_outlives_whatever_befalls_a_site(
 ) -> None:
     """One site lies, one hangs and comes back, one is killed, two strangers knock: the run ends with a model."""
     folder, misses = tmp_path / "trial", 2
-    options = ["--rule", "wga", "--own-examples", "40", "--steps", "800", "--timeout", "3", "--misses", str(misses)]
+    options = [
+        "--rule",
+        "wga",
+        "--own-examples",
+        "40",
+        "--steps",
+        "800",
+        "--timeout",
+        "3",
+        "--misses",
+        str(misses),
+    ]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     assert tuple(sites) == SITES
     unfriendly(folder / "sites" / "cleveland")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]))
-    server = json.loads((folder / "server" / "startup" / "fed_server.json").read_text())["servers"][0]
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")])
+    )
+    server = json.loads((folder / "server" / "startup" / "fed_server.json").read_text())["servers"][
+        0
+    ]
     port = int(server["service"]["target"].rpartition(":")[2])
     intruder = stranger(tmp_path / "elsewhere", example, port)
     news = folder / "run" / "news.log"
@@ -171,10 +202,17 @@ def test_a_run_outlives_whatever_befalls_a_site(
     assert (end.step, end.stopped) == (800, None)
     torch.load(folder / "run" / "model.pt", weights_only=True)
     lies = end.left_out["cleveland"]
-    size = sum(v.numel() for v in torch.load(folder / "run" / "model.pt", weights_only=True).values())
+    size = sum(
+        v.numel() for v in torch.load(folder / "run" / "model.pt", weights_only=True).values()
+    )
     assert lies["not finite"] == 2
     assert lies[f"shape (1, 1) instead of (1, {size})"] == 1
-    assert {"not of floating-point numbers", "of another step", "from another sender", "no answer"} <= set(lies)
+    assert {
+        "not of floating-point numbers",
+        "of another step",
+        "from another sender",
+        "no answer",
+    } <= set(lies)
     assert end.left_out["switzerland"]["no answer"] <= misses + 1
     assert end.left_out["switzerland"]["not waited for"] > 0
 
@@ -183,7 +221,17 @@ def test_a_run_outlives_whatever_befalls_a_site(
 def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: ModuleType) -> None:
     """To the model of sites in this process that give plain gradients, but for rounding."""
     folder = tmp_path / "trial"
-    options = ["--rule", "wga", "--alpha", "0.5", "--own-examples", "40", "--steps", "60", "--secure-sums"]
+    options = [
+        "--rule",
+        "wga",
+        "--alpha",
+        "0.5",
+        "--own-examples",
+        "40",
+        "--steps",
+        "60",
+        "--secure-sums",
+    ]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     kits = {site: folder / "sites" / site for site in sites}
     keys = {site: responder_of(kit).peer.identity.fingerprint for site, kit in kits.items()}
@@ -196,14 +244,20 @@ def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: Modul
         shown = (kits[sites[0]] / "said.txt").read_text()
     end = end_of(folder)
     assert (end.step, end.left_out) == (60, {})
-    assert all(f"masked sums with {site}, whose key is {key}" in shown for site, key in keys.items())
+    assert all(
+        f"masked sums with {site}, whose key is {key}" in shown for site, key in keys.items()
+    )
     settings = lead_settings(folder)
     _, mine = lead_participant(folder, settings)
     assert mine is not None
     here = {site: site_in_this_process(kit, tmp_path / "here" / site) for site, kit in kits.items()}
     plain = functools.partial(Remote, sites=LocalSites(here), names=sites)
-    knobs = {name: getattr(settings.training, name) for name in ("seed", "steps", "lr", "batch_size")}
-    inside = fit(mine, coterie.WeightedAveraging(0.5), "linear", tmp_path / "inside", engine=plain, **knobs)
+    knobs = {
+        name: getattr(settings.training, name) for name in ("seed", "steps", "lr", "batch_size")
+    }
+    inside = fit(
+        mine, coterie.WeightedAveraging(0.5), "linear", tmp_path / "inside", engine=plain, **knobs
+    )
     assert inside is not None
     found = torch.load(folder / "run" / "model.pt", weights_only=True)
     for name, value in inside.model.state_dict().items():
@@ -212,13 +266,29 @@ def test_masked_sums_with_keys_that_were_compared(tmp_path: Path, example: Modul
 
 @SLOW
 @pytest.mark.parametrize("moment", ["before the job", "while it starts", 10, 150, 290])
-def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example: ModuleType) -> None:
+def test_a_site_killed_at_any_moment(
+    moment: str | int, tmp_path: Path, example: ModuleType
+) -> None:
     folder, misses = tmp_path / "trial", 3
-    options = ["--rule", "wga", "--own-examples", "40", "--steps", "300", "--timeout", "5", "--misses", str(misses)]
+    options = [
+        "--rule",
+        "wga",
+        "--own-examples",
+        "40",
+        "--steps",
+        "300",
+        "--timeout",
+        "5",
+        "--misses",
+        str(misses),
+    ]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     with example.started(*example.commands(folder, sites)) as processes:
         said = [folder / "sites" / site / "said.txt" for site in sites]
-        until(lambda: all("connected to the server" in path.read_text() for path in said), "connecting")
+        until(
+            lambda: all("connected to the server" in path.read_text() for path in said),
+            "connecting",
+        )
         if moment == "before the job":
             example.end([processes[1]])
         with example.started([*example.COTERIE, "run", str(folder)]) as (run,):
@@ -238,11 +308,16 @@ def test_a_site_killed_at_any_moment(moment: str | int, tmp_path: Path, example:
 
 @SLOW
 @pytest.mark.parametrize("whose", ["a site's worker", "user 0's worker", "the server"])
-def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, example: ModuleType) -> None:
+def test_a_process_that_the_job_needs_is_killed(
+    whose: str, tmp_path: Path, example: ModuleType
+) -> None:
     """NVFLARE ends the job; the run goes on in another, from its last state."""
     folder = tmp_path / "trial"
     sites = example.set_up(
-        folder, example.hospitals(None), "va", ["--rule", "wga", "--own-examples", "40", "--steps", "300"]
+        folder,
+        example.hospitals(None),
+        "va",
+        ["--rule", "wga", "--own-examples", "40", "--steps", "300"],
     )
     with (
         example.started(*example.commands(folder, sites)) as (server, site, *_),
@@ -261,15 +336,21 @@ def test_a_process_that_the_job_needs_is_killed(whose: str, tmp_path: Path, exam
     end = end_of(folder)
     assert (end.step, end.stopped) == (300, None)
     lines = (folder / "sites" / sites[1] / "requests.jsonl").read_text().splitlines()
-    assert len(lines) <= 300 + 30 + 2, "no more is done again than the steps since the last checkpoint"
+    assert len(lines) <= 300 + 30 + 2, (
+        "no more is done again than the steps since the last checkpoint"
+    )
 
 
 @SLOW
-def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path, example: ModuleType) -> None:
+def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(
+    tmp_path: Path, example: ModuleType
+) -> None:
     """User 0 lifts all limits of its own server, and submits jobs that would run a program at the site."""
     folder, marker = tmp_path / "trial", tmp_path / "taken over"
     tables = example.hospitals(None)
-    example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--own-examples", "40"])
+    example.set_up(
+        folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--own-examples", "40"]
+    )
     lift(folder / "server" / "local")
     program = {"path": "subprocess.Popen", "args": {"args": ["touch", str(marker)]}}
     with example.started(*example.commands(folder, ["hungarian"])):
@@ -290,16 +371,21 @@ def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(tmp_path: Path
                 (job / "app" / "custom" / "evil.py").write_text(text)
             assert "COMPLETED" not in status_of(job, folder / "lead")
             assert not marker.exists()
-        lift(folder / "sites" / "hungarian" / "nvflare" / "local")  # the site's own list is what has stopped it
+        # the site's own list is what has stopped it
+        lift(folder / "sites" / "hungarian" / "nvflare" / "local")
         status_of(tmp_path / "jobs" / "class", folder / "lead")
         assert marker.exists()
 
 
 @SLOW
-def test_connections_without_a_certificate_lock_nobody_out(tmp_path: Path, example: ModuleType) -> None:
+def test_connections_without_a_certificate_lock_nobody_out(
+    tmp_path: Path, example: ModuleType
+) -> None:
     """Twenty that say nothing, and one that says nonsense, are open when a site comes; then it is connected."""
     folder, tables = tmp_path / "trial", example.hospitals(None)
-    example.set_up(folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--own-examples", "40"])
+    example.set_up(
+        folder, {name: tables[name] for name in ("va", "hungarian")}, "va", ["--own-examples", "40"]
+    )
     port = json.loads((folder / "sites/hungarian/kit.json").read_text())["port"]
     server, site = example.commands(folder, ["hungarian"])
     with example.started(server):
@@ -328,7 +414,11 @@ def status_of(job: Path, lead: Path) -> str:
     session = new_secure_session(LEAD, str(lead), timeout=60)
     try:
         submitted = session.submit_job(str(job))
-        until(lambda: str(session.get_job_meta(submitted)["status"]).startswith("FINISHED"), "its end", 180)
+        until(
+            lambda: str(session.get_job_meta(submitted)["status"]).startswith("FINISHED"),
+            "its end",
+            180,
+        )
         return str(session.get_job_meta(submitted)["status"])
     finally:
         session.close()

@@ -43,7 +43,10 @@ def expected(folder: Path) -> coterie.Runs:
 
 
 def models_of(folder: Path, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: torch.load(folder / "sites" / name / RUN / "model.pt", weights_only=True) for name in names}
+    return {
+        name: torch.load(folder / "sites" / name / RUN / "model.pt", weights_only=True)
+        for name in names
+    }
 
 
 def record(folder: Path, name: str) -> coterie.Record:
@@ -60,19 +63,28 @@ def assert_same(folder: Path, expected: coterie.Runs) -> None:
         assert end.test == pytest.approx(dict(expected.runs[name].record.end.test), rel=1e-4)
 
 
-def test_all_sites_get_what_train_everyone_gives_them(folder: Path, tmp_path: Path, expected: coterie.Runs) -> None:
+def test_all_sites_get_what_train_everyone_gives_them(
+    folder: Path, tmp_path: Path, expected: coterie.Runs
+) -> None:
     place = copied(folder, tmp_path / "trial")
     relay(place, Job(place), **QUICK)
     assert_same(place, expected)
     for name in NAMES:
         assert (place / "sites" / name / RUN / "index.html").exists()
-        lines = [json.loads(line) for line in (place / "sites" / name / "requests.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (place / "sites" / name / "requests.jsonl").read_text().splitlines()
+        ]
         lines = [line for line in lines if "calls_with" not in line]
         assert {line["caller"] for line in lines} == set(NAMES) - {name}
         given = sum(line["gradients"] for line in lines)
-        assert given == sum(record(place, other).end.costs[name].gradients for other in NAMES if other != name)
+        assert given == sum(
+            record(place, other).end.costs[name].gradients for other in NAMES if other != name
+        )
     there = {path.name for path in (place / RUN).iterdir()}
-    assert there == {MEMBERS, NEWS, SUMMARY}, "the server is told how far everybody is, and nothing else"
+    assert there == {MEMBERS, NEWS, SUMMARY}, (
+        "the server is told how far everybody is, and nothing else"
+    )
     assert unfinished(place / RUN) == []
 
 
@@ -87,10 +99,14 @@ def test_a_lost_server_costs_no_step(folder: Path, tmp_path: Path, expected: cot
     assert_same(place, expected)
     for name in NAMES:
         lines = (place / "sites" / name / "requests.jsonl").read_text().splitlines()
-        assert sum('"gradients"' in line for line in lines) == 2 * STEPS, "no step is asked for again"
+        assert sum('"gradients"' in line for line in lines) == 2 * STEPS, (
+            "no step is asked for again"
+        )
 
 
-def test_a_site_that_is_lost_is_left_out_and_ends_in_another_job(folder: Path, tmp_path: Path) -> None:
+def test_a_site_that_is_lost_is_left_out_and_ends_in_another_job(
+    folder: Path, tmp_path: Path
+) -> None:
     """Two go on without it, one of whom is late twice; when it is back they have ended, and answer it."""
     place, both = copied(folder, tmp_path / "trial"), NAMES[:2]
     change(place, NAMES, rule='"wga"', misses="2")
@@ -110,7 +126,9 @@ def test_a_site_that_is_lost_is_left_out_and_ends_in_another_job(folder: Path, t
     assert unfinished(place / RUN) == []
     assert (record(place, "chur").end.step, record(place, "chur").end.left_out) == (STEPS, {})
     after = models_of(place, both)
-    assert all(torch.equal(before[n][k], after[n][k]) for n in both for k in before[n]), "they do not train again"
+    assert all(torch.equal(before[n][k], after[n][k]) for n in both for k in before[n]), (
+        "they do not train again"
+    )
 
 
 def test_nobody_begins_where_caps_are_too_small_for_all(folder: Path, tmp_path: Path) -> None:
@@ -126,7 +144,9 @@ def test_nobody_begins_where_caps_are_too_small_for_all(folder: Path, tmp_path: 
 
 def test_a_run_that_fails_tells_its_kind_and_keeps_the_reason(folder: Path, tmp_path: Path) -> None:
     class Failing:
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> Replies:
             raise ValueError("a patient's name")
 
     place = copied(folder, tmp_path / "trial")
@@ -134,14 +154,21 @@ def test_a_run_that_fails_tells_its_kind_and_keeps_the_reason(folder: Path, tmp_
     assert member.train(Failing())["failed"] == "PeerLost", "nobody has passed on keys"
     member.key("job")
     assert member.meet({"chur": other.key("job")}) == {"met": ["chur"]}
-    assert member.train(Failing()) == {"step": 0, "steps": STEPS, "ended": False, "failed": "ValueError"}
+    assert member.train(Failing()) == {
+        "step": 0,
+        "steps": STEPS,
+        "ended": False,
+        "failed": "ValueError",
+    }
     assert "a patient's name" in (member.out / REFUSED).read_text()
     assert member.responder.ready()["willing"], "it goes on answering"
 
 
 def test_what_a_site_says_of_itself_is_taken_as_far_as_it_can_be(tmp_path: Path) -> None:
     one = Standing(patience=10.0)
-    one.hear("bern", {"step": -3, "steps": "many", "ended": "yes", "failed": "a\x1b[2J" + "b" * 500})
+    one.hear(
+        "bern", {"step": -3, "steps": "many", "ended": "yes", "failed": "a\x1b[2J" + "b" * 500}
+    )
     assert (one.step, one.steps, one.ended) == (0, 0, False)
     assert one.failed is not None
     assert one.failed.isprintable()
@@ -158,7 +185,9 @@ def test_nothing_is_promised_about_rows_where_everyone_trains(folder: Path, tmp_
     place = copied(folder, tmp_path / "trial") / "sites" / "bern"
     text = (place / "coterie.toml").read_text()
     assert "[privacy]" not in text
-    (place / "coterie.toml").write_text(f"{text}\n[privacy]\nepsilon = 1.0\ndelta = 1e-5\nclip = 1.0\n")
+    (place / "coterie.toml").write_text(
+        f"{text}\n[privacy]\nepsilon = 1.0\ndelta = 1e-5\nclip = 1.0\n"
+    )
     with pytest.raises(KnobError, match="tell of its rows without noise"):
         site_settings(place)
 
@@ -180,7 +209,9 @@ def test_masked_sums_are_refused_where_everyone_trains(folder: Path, tmp_path: P
         "--server",
         "localhost",
     ]
-    answer = CliRunner().invoke(app, [*command, "--site", "bern", "--everyone", "--secure-sums", "--rule", "wga"])
+    answer = CliRunner().invoke(
+        app, [*command, "--site", "bern", "--everyone", "--secure-sums", "--rule", "wga"]
+    )
     assert answer.exit_code == 2
     assert "could work out the parts" in " ".join(answer.output.split())
 
@@ -213,7 +244,9 @@ def test_a_site_says_whom_it_answers_and_what_it_gives_at_most(folder: Path) -> 
         ({"training": {"lr": "fast"}}, "`lr`"),
     ],
 )
-def test_a_kit_with_a_strange_proposal_is_refused(folder: Path, what: dict[str, Any], message: str) -> None:
+def test_a_kit_with_a_strange_proposal_is_refused(
+    folder: Path, what: dict[str, Any], message: str
+) -> None:
     kit = Kit.load(folder / "sites" / "basel")
     with pytest.raises(KnobError, match=message):
         replace(kit, **what)

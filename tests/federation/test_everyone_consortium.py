@@ -19,9 +19,12 @@ import coterie
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.skipif(
-        importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
+        importlib.util.find_spec("nvflare") is None,
+        reason="NVFLARE is not installed: the extra `flare`",
     ),
-    pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it"),
+    pytest.mark.skipif(
+        not os.environ.get("COTERIE_SLOW"), reason="takes minutes: COTERIE_SLOW=1 runs it"
+    ),
 ]
 SITES = ("cleveland", "hungarian", "switzerland")
 
@@ -29,7 +32,9 @@ SITES = ("cleveland", "hungarian", "switzerland")
 def set_up(example: ModuleType, folder: Path, *options: str) -> dict[str, Path]:
     """Set up three sites that all train, one of which has made the folders, and return their folders."""
     tables = example.hospitals(None)
-    example.set_up(folder, {name: tables[name] for name in SITES}, SITES[0], ["--everyone", *options])
+    example.set_up(
+        folder, {name: tables[name] for name in SITES}, SITES[0], ["--everyone", *options]
+    )
     return {name: folder / "sites" / name for name in SITES}
 
 
@@ -53,7 +58,9 @@ def test_the_models_of_train_everyone_though_the_server_is_killed(
     folder, heard = tmp_path / "trial", tmp_path / "heard"
     monkeypatch.setenv("COTERIE_LISTEN", str(heard))
     listening = Path(__file__).parents[1] / "support" / "listening"
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(listening), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(listening), os.environ.get("PYTHONPATH", "")])
+    )
     kits = set_up(example, folder, "--steps", "150", "--batch-size", "400", "--timeout", "30")
     change(folder, SITES, norm="inf", examples="1")
     with (
@@ -76,7 +83,11 @@ def test_the_models_of_train_everyone_though_the_server_is_killed(
         for key, value in expected.models[name].state_dict().items():
             torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
         assert (kit / "run" / "index.html").exists()
-    assert {path.name for path in (folder / "run").iterdir()} == {"members.json", "news.log", "summary.txt"}
+    assert {path.name for path in (folder / "run").iterdir()} == {
+        "members.json",
+        "news.log",
+        "summary.txt",
+    }
     assert_nothing_was_read(heard)
 
 
@@ -84,7 +95,18 @@ def test_sites_that_hang_and_that_are_killed_come_back(tmp_path: Path, example: 
     """One hangs and is taken back in the job; one is killed, and ends in the next, once it is started again."""
     folder = tmp_path / "trial"
     kits = set_up(
-        example, folder, "--rule", "wga", "--steps", "600", "--timeout", "3", "--misses", "2", "--batch-size", "40"
+        example,
+        folder,
+        "--rule",
+        "wga",
+        "--steps",
+        "600",
+        "--timeout",
+        "3",
+        "--misses",
+        "2",
+        "--batch-size",
+        "40",
     )
     asks, hangs, dies = SITES
 

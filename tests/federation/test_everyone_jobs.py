@@ -35,7 +35,8 @@ from coterie.privacy.keys import Identity
 from coterie.recording import files
 
 needs_nvflare = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
+    importlib.util.find_spec("nvflare") is None,
+    reason="NVFLARE is not installed: the extra `flare`",
 )
 
 
@@ -54,7 +55,9 @@ class Relayed:
         self.members, self.seen, self.replies = members, list[Any](), list[Any]()
         self.answered: Callable[[Any], Any] = lambda reply: reply
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         assert method == "call"
         self.seen.append(arguments["call"])
         found = {name: self.members[name].answer(arguments["call"]) for name in names}
@@ -71,7 +74,11 @@ def member(name: str, folder: Path, keys: Mapping[str, str] | None = None) -> Me
     user = coterie.User(name, torch.eye(2), torch.ones(2, 1))
     passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
     one.settings = SimpleNamespace(sites=[n for n in names if n != name])  # type: ignore[assignment]
-    one.responder, one.calls, one._lock = Responder(Peer(user, passes, Caps(gradients=4), log)), None, Lock()
+    one.responder, one.calls, one._lock = (
+        Responder(Peer(user, passes, Caps(gradients=4), log)),
+        None,
+        Lock(),
+    )
     one._known, one._strangers = KnownKeys(folder / name, keys or {}), not keys
     return one
 
@@ -93,7 +100,9 @@ def members(tmp_path: Path) -> dict[str, MemberRun]:
     return {name: member(name, tmp_path) for name in "abc"}
 
 
-def test_sites_ask_each_other_by_calls_that_the_server_cannot_read(members: dict[str, MemberRun]) -> None:
+def test_sites_ask_each_other_by_calls_that_the_server_cannot_read(
+    members: dict[str, MemberRun],
+) -> None:
     in_a_job(members)
     carried = Relayed(members)
     reply = asked(members, carried)
@@ -103,7 +112,9 @@ def test_sites_ask_each_other_by_calls_that_the_server_cannot_read(members: dict
         assert b"gradients" not in repr(message).encode() + message["sealed"].tobytes()
 
 
-def test_a_server_that_pretends_to_be_a_site_gets_nothing(members: dict[str, MemberRun], tmp_path: Path) -> None:
+def test_a_server_that_pretends_to_be_a_site_gets_nothing(
+    members: dict[str, MemberRun], tmp_path: Path
+) -> None:
     """It sent calls in a site's name, without any key, and read the gradients: 4 of 4 were answered."""
     refused = {"refused": "it answers the sites that it names only, by calls that they have sealed"}
     plain = packed({"method": "gradients", "arguments": {"request": REQUEST}}).numpy()
@@ -117,7 +128,10 @@ def test_a_server_that_pretends_to_be_a_site_gets_nothing(members: dict[str, Mem
     ):
         assert members["a"].answer(call) == refused
     forged = Calls(Identity("b"), "job 1")  # with a key of the server's own making
-    for one in (members["a"], member("a", tmp_path)):  # in this job, and in the next: the first key counts
+    for one in (
+        members["a"],
+        member("a", tmp_path),
+    ):  # in this job, and in the next: the first key counts
         one.key("job 1") if one.calls is None else None
         offers = {"b": forged.offer, "a": one.calls and one.calls.offer}
         assert one.meet(offers) == {"met": []}
@@ -134,7 +148,9 @@ def test_a_server_that_pretends_to_be_a_site_gets_nothing(members: dict[str, Mem
     assert strict.meet(offers) == {"met": ["c"]}, "with [keys] nobody else is met"
 
 
-def test_a_server_that_repeats_alters_or_moves_a_call_gets_nothing(members: dict[str, MemberRun]) -> None:
+def test_a_server_that_repeats_alters_or_moves_a_call_gets_nothing(
+    members: dict[str, MemberRun],
+) -> None:
     in_a_job(members)
     carried = Relayed(members)
     assert "gradients" in asked(members, carried)
@@ -160,7 +176,9 @@ def test_no_call_that_was_altered_moved_or_made_up_is_believed() -> None:
     assert intruders.sealed_calls(20, seed=0) == 0
 
 
-def test_a_server_that_alters_or_changes_round_replies_is_not_believed(members: dict[str, MemberRun]) -> None:
+def test_a_server_that_alters_or_changes_round_replies_is_not_believed(
+    members: dict[str, MemberRun],
+) -> None:
     in_a_job(members)
     carried = Relayed(members)
     assert "gradients" in asked(members, carried)
@@ -199,7 +217,9 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
         assert site.ready() == {"willing": False}
     for caller in ("b", "c", "d"):
         by(caller)
-        assert site.check() == site.train() == site.state() == site.key("job") == site.meet({}) == {}
+        assert (
+            site.check() == site.train() == site.state() == site.key("job") == site.meet({}) == {}
+        )
     by("server")
     assert site.check() == site.train() == {"came": True}
     assert site.state() == {"step": 3}
@@ -213,7 +233,9 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
 
 
 @needs_nvflare
-def test_a_site_whose_data_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_site_whose_data_cannot_be_read_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from coterie.federation import site_job
     from coterie.federation.everyone import member_job
 
@@ -262,7 +284,8 @@ def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
     else:
         with pytest.raises(PeerLost, match="the server does not answer: TimeoutError"):
             replies.wait()
-    lead_job.CollabSites().ask(["b"], "ready", 3.0).wait()  # at the server, nobody else need be found
+    # at the server, nobody else need be found
+    lead_job.CollabSites().ask(["b"], "ready", 3.0).wait()
 
 
 def test_what_rounding_loses_is_each_callers_own() -> None:
@@ -287,7 +310,9 @@ class Server:
 
     def get_system_info(self) -> Any:
         return SimpleNamespace(
-            client_info=[SimpleNamespace(name=name, last_connect_time=time.time()) for name in self.here]
+            client_info=[
+                SimpleNamespace(name=name, last_connect_time=time.time()) for name in self.here
+            ]
         )
 
     def submit_job(self, job: str) -> str:
@@ -303,7 +328,9 @@ class Server:
 
 def ends(**ended: bool) -> Callable[[Path], None]:
     def job(out: Path) -> None:
-        files.write_json(out / MEMBERS, {name: {"step": 5, "ended": yes} for name, yes in ended.items()})
+        files.write_json(
+            out / MEMBERS, {name: {"step": 5, "ended": yes} for name, yes in ended.items()}
+        )
         (out / SUMMARY).write_text("ended")
 
     return job
@@ -321,7 +348,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ser
     return make
 
 
-def test_a_job_is_submitted_again_for_a_site_that_was_lost(server: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_job_is_submitted_again_for_a_site_that_was_lost(
+    server: Callable[..., Server], tmp_path: Path
+) -> None:
     one, said = server(ends(a=True, b=False), lambda out: None, ends(a=True, b=True)), list[str]()
     assert supervision.follow_everyone(tmp_path, wait=1.0, show_line=said.append) == "ended"
     assert one.submitted == 3
@@ -330,7 +359,9 @@ def test_a_job_is_submitted_again_for_a_site_that_was_lost(server: Callable[...,
         supervision.follow_everyone(tmp_path)
 
 
-def test_a_site_that_does_not_come_back_is_named(server: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_site_that_does_not_come_back_is_named(
+    server: Callable[..., Server], tmp_path: Path
+) -> None:
     one = server(ends(a=True, b=False), here="ab")
 
     def job(out: Path) -> None:

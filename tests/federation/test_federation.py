@@ -35,11 +35,33 @@ from coterie.engines.requests import Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError, PeerLost
 from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
-from coterie.federation.lead import REFUSED, RUN, SUMMARY, check_plan, lead, planned_gradients, rule_of
+from coterie.federation.lead import (
+    REFUSED,
+    RUN,
+    SUMMARY,
+    check_plan,
+    lead,
+    planned_gradients,
+    rule_of,
+)
 from coterie.federation.manifest import Kit
-from coterie.federation.participants import _known, _rows, lead_participant, peer_of, responder_of, site_participant
+from coterie.federation.participants import (
+    _known,
+    _rows,
+    lead_participant,
+    peer_of,
+    responder_of,
+    site_participant,
+)
 from coterie.federation.provisioning import Consortium
-from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
+from coterie.federation.settings import (
+    Data,
+    LeadSettings,
+    Model,
+    Training,
+    lead_settings,
+    site_settings,
+)
 from coterie.federation.workspace import run_process, site_workspace
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
@@ -47,14 +69,17 @@ from coterie.rules.streams import StreamAveraging
 from coterie.users.examples import InMemory
 
 needs_nvflare = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed: the extra `flare`"
+    importlib.util.find_spec("nvflare") is None,
+    reason="NVFLARE is not installed: the extra `flare`",
 )
 
 
 def patients(n: int = 60, seed: int = 0) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     age = rng.normal(50, 10, n)
-    return pd.DataFrame({"age": age, "sex": rng.choice(["f", "m"], n), "ill": (age + rng.normal(0, 5, n) > 50)})
+    return pd.DataFrame(
+        {"age": age, "sex": rng.choice(["f", "m"], n), "ill": (age + rng.normal(0, 5, n) > 50)}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +90,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     training = Training(rule="bc", alpha=0.7, steps=20, batch_size=16)
     data = Data(table=str(place / "mine.csv"), target="ill", own_examples=20)
     settings = LeadSettings("me", ("basel", "bern"), data, Model("linear"), training)
-    fingerprints = set_up(place / "trial", Consortium("trial", "localhost", ("basel", "bern")), settings)
+    fingerprints = set_up(
+        place / "trial", Consortium("trial", "localhost", ("basel", "bern")), settings
+    )
     for seed, (site, fingerprint) in enumerate(fingerprints.items(), 1):
         shutil.copytree(place / "trial" / "sites" / site, place / "kits" / site)  # as it came
         accept(place / "trial" / "sites" / site, fingerprint)
@@ -91,14 +118,19 @@ def test_what_is_written_can_be_read(folder: Path) -> None:
 @needs_nvflare
 @pytest.mark.parametrize("who", ["server", "sites/basel", "sites/bern"])
 def test_participants_take_no_code_and_no_other_class(folder: Path, who: str) -> None:
-    place = folder / who if who == "server" else site_workspace(folder / who, Kit.load(folder / who))
+    place = (
+        folder / who if who == "server" else site_workspace(folder / who, Kit.load(folder / who))
+    )
     local = place / "local"
     rights = json.loads((local / "authorization.json").read_text())["permissions"]
     assert set(rights) == {"lead"}
     assert {rights["lead"][right] for right in ("byoc", "shell_commands", "operate")} == {"none"}
     resources = json.loads((local / "resources.json").read_text())
     assert resources["class_list_enforcement_mode"] == "enforce"
-    named = [*resources["class_allow_list"], *(component["path"] for component in resources["components"])]
+    named = [
+        *resources["class_allow_list"],
+        *(component["path"] for component in resources["components"]),
+    ]
     for name in named:
         module, _, kind = name.rpartition(".")
         assert hasattr(importlib.import_module(module), kind)
@@ -117,9 +149,17 @@ def test_private_keys_are_where_they_belong(folder: Path) -> None:
         "sites/bern/client.key",
     }
     owned = [folder, folder / "authority", *(folder / key for key in keys)]
-    owned += [path for path in (folder / "authority").rglob("*") if path.is_file() and path.suffix != ".yml"]
+    owned += [
+        path
+        for path in (folder / "authority").rglob("*")
+        if path.is_file() and path.suffix != ".yml"
+    ]
     assert any(path.name == "cert.json" for path in owned), "which holds the key of the authority"
-    owned += [folder / "sites" / site / name for site in ("basel", "bern") for name in ("", "coterie.toml")]
+    owned += [
+        folder / "sites" / site / name
+        for site in ("basel", "bern")
+        for name in ("", "coterie.toml")
+    ]
     assert [path for path in owned if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
     for page in folder.rglob("README.md"):
         assert page.parent.name in page.read_text()
@@ -132,7 +172,9 @@ def test_handshakes_are_grpcs_and_commands_are_taken_on_this_machine_only(folder
     """NVFLARE's own TCP makes handshakes one after the other: an idle connection keeps everybody out."""
     site_workspace(folder / "sites" / "bern", Kit.load(folder / "sites" / "bern"))
     (server,) = json.loads((folder / "server/startup/fed_server.json").read_text())["servers"]
-    (dialled,) = json.loads((folder / "sites/bern/nvflare/startup/fed_client.json").read_text())["servers"]
+    (dialled,) = json.loads((folder / "sites/bern/nvflare/startup/fed_client.json").read_text())[
+        "servers"
+    ]
     admin = json.loads((folder / "lead/startup/fed_admin.json").read_text())["admin"]
     assert {server["service"]["scheme"], dialled["service"]["scheme"], admin["scheme"]} == {"grpc"}
     assert (server["admin_host"], admin["host"]) == ("127.0.0.1", "localhost")
@@ -161,7 +203,9 @@ def test_users_are_those_of_a_table(folder: Path) -> None:
     mine = patients().assign(who="me")
     basel = patients(40, 1).assign(who="basel")
     table = pd.concat([mine, basel], ignore_index=True)
-    expected = coterie.data.from_table(table, user_column="who", target="ill", me="me", own_examples=20)
+    expected = coterie.data.from_table(
+        table, user_column="who", target="ill", me="me", own_examples=20
+    )
     _, task = lead_participant(folder, lead_settings(folder))
     kit = folder / "sites" / "basel"
     peer = site_participant(kit, site_settings(kit)).user
@@ -178,8 +222,12 @@ def test_a_site_may_call_columns_otherwise(folder: Path, tmp_path: Path) -> None
     renamed = pd.read_csv(kit / "data.csv").rename(columns={"age": "years", "ill": "sick"})
     renamed.to_parquet(tmp_path / "ours.parquet")
     settings = site_settings(kit)
-    data = Data(table=str(tmp_path / "ours.parquet"), target="ill", columns={"age": "years", "ill": "sick"})
-    after = site_participant(kit, settings.__class__("bern", data, settings.model, settings.caps)).user
+    data = Data(
+        table=str(tmp_path / "ours.parquet"), target="ill", columns={"age": "years", "ill": "sick"}
+    )
+    after = site_participant(
+        kit, settings.__class__("bern", data, settings.model, settings.caps)
+    ).user
     assert after.fingerprint() == before.fingerprint()
 
 
@@ -211,10 +259,14 @@ def test_user_0_leads_with_sites_that_give_masked_sums_only(folder: Path, tmp_pa
     for site in ("basel", "bern"):
         peer_of(folder / "sites" / site)  # it makes the secret by which batches are drawn
     for masked in (False, True):
-        place = shutil.copytree(folder, tmp_path / str(masked), ignore=shutil.ignore_patterns(RUN, "requests*"))
+        place = shutil.copytree(
+            folder, tmp_path / str(masked), ignore=shutil.ignore_patterns(RUN, "requests*")
+        )
         kits = [place / "sites" / site for site in ("basel", "bern")]
         for kit in kits:
-            for secret in (folder / "sites" / kit.name).glob("requests.jsonl.secret"):  # the same batches
+            for secret in (folder / "sites" / kit.name).glob(
+                "requests.jsonl.secret"
+            ):  # the same batches
                 shutil.copy(secret, kit)
             if masked:
                 with (kit / "coterie.toml").open("a") as file:
@@ -225,12 +277,17 @@ def test_user_0_leads_with_sites_that_give_masked_sums_only(folder: Path, tmp_pa
             with pytest.raises(KnobError, match=r"basel gives masked sums only"):
                 lead(place, sites)
             toml = (place / "coterie.toml").read_text()
-            (place / "coterie.toml").write_text(toml.replace("secure_sums = false", "secure_sums = true"))
+            (place / "coterie.toml").write_text(
+                toml.replace("secure_sums = false", "secure_sums = true")
+            )
         lead(place, sites)
         record = coterie.Record.load(place / RUN / "record.jsonl")
         assert (record.end.step, record.end.left_out) == (20, {})
         found[masked] = torch.load(place / RUN / "model.pt", weights_only=True)
-    assert sites.responders["basel"].peer.identity.fingerprint in (kits[1] / "requests.jsonl").read_text()
+    assert (
+        sites.responders["basel"].peer.identity.fingerprint
+        in (kits[1] / "requests.jsonl").read_text()
+    )
     said = CliRunner().invoke(app, ["federate", "check", str(kits[0])]).output
     assert sites.responders["basel"].peer.identity.fingerprint in said
     for name in found[False]:
@@ -240,7 +297,9 @@ def test_user_0_leads_with_sites_that_give_masked_sums_only(folder: Path, tmp_pa
 @pytest.mark.parametrize("rule", ["adaptive", "stream"])
 def test_masked_sums_are_refused_for_rules_that_need_rows(rule: str) -> None:
     training = Training(rule=rule, secure_sums=True)
-    with pytest.raises(KnobError, match="needs each site's gradient, and `secure_sums` gives their sum alone"):
+    with pytest.raises(
+        KnobError, match="needs each site's gradient, and `secure_sums` gives their sum alone"
+    ):
         rule_of(LeadSettings("me", ("basel", "bern"), Data(), Model(), training))
     with pytest.raises(KnobError, match="takes neither `compress`"):
         Training(rule="wga", secure_sums=True, compress="bf16")
@@ -248,13 +307,19 @@ def test_masked_sums_are_refused_for_rules_that_need_rows(rule: str) -> None:
 
 @needs_nvflare
 @pytest.mark.parametrize("classes", [[0, 1], [1.5, 2.5], [False, True]], ids=str)
-def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(classes: list[Any], tmp_path: Path) -> None:
-    preparation = Preparation.fit(patients()[["age"]], pd.Series(classes), pd.Series(classes), "classification")
+def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(
+    classes: list[Any], tmp_path: Path
+) -> None:
+    preparation = Preparation.fit(
+        patients()[["age"]], pd.Series(classes), pd.Series(classes), "classification"
+    )
     rows = [f"{40 + k},{classes[k % 2]}" for k in range(5)]
     for table, more in (("some.csv", []), ("one_more.csv", ["50,unknown"])):
         (tmp_path / table).write_text("\n".join(["age,ill", *rows, *more]))
         data = Data(table=table, target="ill")
-        inputs, targets = preparation.examples(_known(_rows(tmp_path, data), data, preparation), "ill")
+        inputs, targets = preparation.examples(
+            _known(_rows(tmp_path, data), data, preparation), "ill"
+        )
         assert isinstance(targets, torch.Tensor)
         assert targets.tolist() == [0, 1, 0, 1, 0]
         assert len(inputs) == 5
@@ -267,11 +332,15 @@ def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(classes: lis
         ({"ill": "sex"}, r"2 columns called 'ill'"),
     ],
 )
-def test_names_of_columns_that_cannot_be_meant_are_told(columns: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_names_of_columns_that_cannot_be_meant_are_told(
+    columns: dict[str, str], said: str, tmp_path: Path
+) -> None:
     patients().to_csv(tmp_path / "data.csv", index=False)
     with pytest.raises(DataError, match=said):
         _rows(tmp_path, Data(table="data.csv", target="ill", columns=columns))
-    rows = _rows(tmp_path, Data(table="data.csv", target="ill", columns={"age": "sex", "sex": "age"}))
+    rows = _rows(
+        tmp_path, Data(table="data.csv", target="ill", columns={"age": "sex", "sex": "age"})
+    )
     assert rows["age"].isin(["f", "m"]).all(), "two that change places"
 
 
@@ -279,8 +348,13 @@ def test_names_of_columns_that_cannot_be_meant_are_told(columns: dict[str, str],
 def test_check_says_what_a_site_would_give(folder: Path) -> None:
     answer = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "basel")])
     assert answer.exit_code == 0, answer.output
-    assert re.search(r"basel: 40 examples; gradients of \d+ numbers; \d+ given before", answer.output)
-    assert "given at most: 10000 gradients in all, clipped to norm 10, each of 16 examples or more" in answer.output
+    assert re.search(
+        r"basel: 40 examples; gradients of \d+ numbers; \d+ given before", answer.output
+    )
+    assert (
+        "given at most: 10000 gradients in all, clipped to norm 10, each of 16 examples or more"
+        in answer.output
+    )
 
 
 @needs_nvflare
@@ -306,10 +380,14 @@ def test_a_private_site_says_what_it_promises(
     assert "promised: ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in answer.output
     assert f"ε = {peer.epsilon:.3g} spent before" in answer.output
     assert "of the 20 gradients of 16 rows that me plans, ε and the caps allow 0" in answer.output
-    with pytest.raises(KnobError, match="basel gives 0 more gradients, and this run may ask for 20"):
+    with pytest.raises(
+        KnobError, match="basel gives 0 more gradients, and this run may ask for 20"
+    ):
         check_plan(lead_settings(folder), LocalSites({"basel": peer}))  # of its ε
     assert "a run with it does not have the same bits again" in caplog.text
-    (kit / "coterie.toml").write_text(proposed.replace("norm = 10.0", "").replace("noise = 1.0", "noise = 2.0"))
+    (kit / "coterie.toml").write_text(
+        proposed.replace("norm = 10.0", "").replace("noise = 1.0", "noise = 2.0")
+    )
     spent = ({Event(16 / 40, 1.0): 1, Event(16 / 40, 2.0): more} for more in range(20))
     most = sum(epsilon_of(events, 1e-5) <= 4.0 for events in spent) - 1
     assert 0 < most < 18
@@ -321,7 +399,9 @@ def test_a_private_site_says_what_it_promises(
     (kit / "coterie.toml").write_text(proposed.replace("# batch_size", "batch_size"))
     promised = site_settings(kit).privacy
     assert promised is not None
-    assert promised.batch_size == lead_settings(folder).training.batch_size, "what user 0 plans is proposed"
+    assert promised.batch_size == lead_settings(folder).training.batch_size, (
+        "what user 0 plans is proposed"
+    )
     (kit / "coterie.toml").write_text(proposed.replace("delta = 1e-5 ", "# "))
     with pytest.raises(KnobError, match=r"\[privacy\] must have 'delta'"):
         site_settings(kit)
@@ -334,12 +414,18 @@ def test_a_folder_is_not_overwritten(folder: Path) -> None:
         set_up(folder, Consortium("trial", "localhost", ("basel",)), settings)
 
 
-def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_without_nvflare_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nvflare" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "nvflare" else found(name)
+    )
     patients().to_csv(tmp_path / "mine.csv", index=False)
     command = ["federate", "init", str(tmp_path / "trial"), "--data", str(tmp_path / "mine.csv")]
-    answer = CliRunner().invoke(app, [*command, "--target", "ill", "--server", "localhost", "--site", "a"])
+    answer = CliRunner().invoke(
+        app, [*command, "--target", "ill", "--server", "localhost", "--site", "a"]
+    )
     assert answer.exit_code == 2
     assert 'pip install "nvflare<2.10,>=2.9"' in answer.output
 
@@ -360,7 +446,10 @@ def test_init_without_nvflare_says_how_to_get_it(tmp_path: Path, monkeypatch: py
         ('name = "a"\nthreads = "two"', "`threads` must be a whole number"),
         ('name = "a"\n[data]\ntable = 3', "`table` must be a text, got 3"),
         ('name = "a"\n[data]\nloader = "pathlib:Path"', "must return a coterie.User"),
-        ('name = "a"\n[training]\nminimum = 0', "`minimum` must be a whole number, at least 1, got 0"),
+        (
+            'name = "a"\n[training]\nminimum = 0',
+            "`minimum` must be a whole number, at least 1, got 0",
+        ),
     ],
 )
 def test_settings_at_fault_are_named(text: str | None, message: str, tmp_path: Path) -> None:
@@ -393,7 +482,9 @@ def test_rules_by_name() -> None:
     assert chosen(rule="bc", alpha=0.3, beta=0.2) == coterie.BiasCorrection(0.3, 0.2)
     assert chosen(rule="alone") == coterie.Alone()
     assert chosen(rule="stream", steps=7) == StreamAveraging(7)
-    assert chosen(rule="bc", knobs={"warm_up": False}) == coterie.BiasCorrection(0.5, 0.01, warm_up=False)
+    assert chosen(rule="bc", knobs={"warm_up": False}) == coterie.BiasCorrection(
+        0.5, 0.01, warm_up=False
+    )
     with pytest.raises(KnobError, match="'wga' takes no `beta`"):
         chosen(rule="wga", beta=0.1)
     with pytest.raises(KnobError, match="needs the number of examples of 'a'"):
@@ -408,7 +499,9 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
     settings = site_settings(kit)
     pd.read_csv(kit / "data.csv").drop(columns="ill").to_csv(tmp_path / "no.csv")
     data = Data(table=str(tmp_path / "no.csv"), target="ill")
-    with pytest.raises(DataError, match=r"`target` in \[data\] of coterie.toml; it has .* under \[data.columns\]"):
+    with pytest.raises(
+        DataError, match=r"`target` in \[data\] of coterie.toml; it has .* under \[data.columns\]"
+    ):
         site_participant(kit, settings.__class__("bern", data, settings.model, settings.caps))
 
 
@@ -416,7 +509,8 @@ def test_a_table_without_the_target_is_a_data_error(folder: Path, tmp_path: Path
 def test_user_0_exchanges_less_often_in_half_precision(folder: Path, tmp_path: Path) -> None:
     """As `coterie.toml` says: 20 steps by 4 exchanges of 3 local steps each, counted before and after.
 
-    Sites draw batches by chance, and the guard may leave out an exchange for them; of all rows there is one batch.
+    Sites draw batches by chance, and the guard may leave out an exchange for them; of all rows
+    there is one batch.
     """
     copied = tmp_path / "trial"
     shutil.copytree(folder, copied, ignore=shutil.ignore_patterns(RUN))
@@ -434,16 +528,23 @@ def test_user_0_exchanges_less_often_in_half_precision(folder: Path, tmp_path: P
     assert record.end.traffic["basel"].messages == 4
 
 
-def test_two_processes_do_not_lead_one_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_do_not_lead_one_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coterie.federation.lead.SECONDS_FOR_THE_LAST_ONE", 0.3)
     copied = tmp_path / "lead"
     shutil.copytree(folder, copied)
-    with claimed_elsewhere(copied / RUN) as child, pytest.raises(FileError, match=rf"in use by process {child} on"):
+    with (
+        claimed_elsewhere(copied / RUN) as child,
+        pytest.raises(FileError, match=rf"in use by process {child} on"),
+    ):
         lead(copied, LocalSites({}))
 
 
 @needs_nvflare
-def test_what_another_job_would_not_mend_is_told_and_what_it_would_is_not(folder: Path, tmp_path: Path) -> None:
+def test_what_another_job_would_not_mend_is_told_and_what_it_would_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
     """`federate run` submits a job again where it has ended without a word in its folder."""
     copied = shutil.copytree(folder, tmp_path / "trial", ignore=shutil.ignore_patterns(RUN))
     settings, refused = (copied / "coterie.toml").read_text(), copied / RUN / REFUSED
@@ -464,7 +565,9 @@ def test_what_another_job_would_not_mend_is_told_and_what_it_would_is_not(folder
     assert refused.read_text() == str(error.value)
 
 
-def test_rows_of_classes_that_user_0_does_not_know_are_left_out(folder: Path, tmp_path: Path) -> None:
+def test_rows_of_classes_that_user_0_does_not_know_are_left_out(
+    folder: Path, tmp_path: Path
+) -> None:
     kit = tmp_path / "bern"
     shutil.copytree(folder / "sites" / "bern", kit)
     preparation = Preparation.load(kit)
@@ -484,10 +587,13 @@ def test_user_0_prepares_its_rows_as_the_sites_were_told(folder: Path, tmp_path:
     older.to_csv(tmp_path / "older.csv", index=False)
     before = lead_settings(folder)
     data = Data(table=str(tmp_path / "older.csv"), target="ill", own_examples=20)
-    _, task = lead_participant(folder, LeadSettings(before.me, before.sites, data, before.model, before.training))
+    _, task = lead_participant(
+        folder, LeadSettings(before.me, before.sites, data, before.model, before.training)
+    )
     assert task is not None
     assert isinstance(task.me.examples, InMemory)
-    assert float(task.me.examples.inputs[:, 0].mean()) > 3  # in the spreads of the rows that the sites know of
+    # in the spreads of the rows that the sites know of
+    assert float(task.me.examples.inputs[:, 0].mean()) > 3
 
 
 def test_the_job_is_three_files_and_no_code(tmp_path: Path) -> None:
@@ -513,9 +619,16 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
         monkeypatch.setattr(site_job, "collab", asked)
         assert site.gradients(request) == {"refused": "it answers user 0 only"}
-        assert site.part(request) == site.join({}) == site.offer(4) == {"refused": "it answers user 0 only"}
+        assert (
+            site.part(request)
+            == site.join({})
+            == site.offer(4)
+            == {"refused": "it answers user 0 only"}
+        )
         assert site.ready() == {"willing": False}
-    monkeypatch.setattr(site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server")))
+    monkeypatch.setattr(
+        site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server"))
+    )
     assert site.ready() == {"willing": True, "left": 1, "size": 2, "examples": 1}
     assert "gradients" in site.gradients(request)
 
@@ -525,11 +638,21 @@ def test_a_column_that_is_dropped_is_not_told_to_the_sites(tmp_path: Path) -> No
     patients().assign(patient=[f"P{i:04d}" for i in range(len(patients()))], name="Anna").to_csv(
         tmp_path / "mine.csv", index=False
     )
-    words = ["federate", "init", str(tmp_path / "trial"), "--data", str(tmp_path / "mine.csv"), "--target", "ill"]
+    words = [
+        "federate",
+        "init",
+        str(tmp_path / "trial"),
+        "--data",
+        str(tmp_path / "mine.csv"),
+        "--target",
+        "ill",
+    ]
     words += ["--server", "localhost", "--site", "basel", "--drop", "name", "--id", "patient"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    kit = json.loads((tmp_path / "trial" / "sites" / "basel" / "kit.json").read_text(encoding="utf-8"))
+    kit = json.loads(
+        (tmp_path / "trial" / "sites" / "basel" / "kit.json").read_text(encoding="utf-8")
+    )
     assert not {"patient", "name"} & set(kit["columns"])
     preparation = Preparation.load(tmp_path / "trial" / "sites" / "basel")
     assert not {"patient", "name"} & {*preparation.numeric, *preparation.categorical}

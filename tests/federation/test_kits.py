@@ -29,20 +29,50 @@ from coterie.errors import FileError, KnobError
 from coterie.federation import workspace
 from coterie.federation.kits import accept, accepted
 from coterie.federation.lead import REFUSED, RUN, check_plan
-from coterie.federation.manifest import CERTIFICATES, KIT, KIT_FILES, MANIFEST, Kit, fingerprint, seal
-from coterie.federation.settings import SITE_CAPS, Data, LeadSettings, Model, Training, site_settings
+from coterie.federation.manifest import (
+    CERTIFICATES,
+    KIT,
+    KIT_FILES,
+    MANIFEST,
+    Kit,
+    fingerprint,
+    seal,
+)
+from coterie.federation.settings import (
+    SITE_CAPS,
+    Data,
+    LeadSettings,
+    Model,
+    Training,
+    site_settings,
+)
 from coterie.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.recording import files
 
-WHAT: dict[str, Any] = {"consortium": "trial", "site": "basel", "lead": "me", "server": "localhost", "port": 8002}
-WHAT |= {"target": "ill", "columns": ("age",), "model": "linear", "size": 4, "gradients": 100, "batch_size": 16}
+WHAT: dict[str, Any] = {
+    "consortium": "trial",
+    "site": "basel",
+    "lead": "me",
+    "server": "localhost",
+    "port": 8002,
+}
+WHAT |= {
+    "target": "ill",
+    "columns": ("age",),
+    "model": "linear",
+    "size": 4,
+    "gradients": 100,
+    "batch_size": 16,
+}
 
 
 @pytest.fixture(scope="module")
 def preparation() -> Preparation:
     rng = np.random.default_rng(0)
-    table = pd.DataFrame({"age": rng.normal(50, 10, 60), "who": "me"}).assign(ill=rng.integers(0, 2, 60))
+    table = pd.DataFrame({"age": rng.normal(50, 10, 60), "who": "me"}).assign(
+        ill=rng.integers(0, 2, 60)
+    )
     return from_table(table, user_column="who", target="ill", me="me").preparation
 
 
@@ -72,7 +102,10 @@ def add(name: str, text: str = "#!/bin/sh\ntouch /tmp/taken-over\n") -> Callable
 def listed_too(folder: Path) -> None:
     """Add a script, and list it in the manifest."""
     add("startup/sub_start.sh")(folder)
-    digests = {name: files.sha256((folder / name).read_bytes()) for name in (*KIT_FILES, "startup/sub_start.sh")}
+    digests = {
+        name: files.sha256((folder / name).read_bytes())
+        for name in (*KIT_FILES, "startup/sub_start.sh")
+    }
     files.write_json(folder / MANIFEST, {"files": digests})
 
 
@@ -83,7 +116,9 @@ def linked(folder: Path) -> None:
 
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "a start script": add("startup/sub_start.sh"),
-    "settings that name code": add("coterie.toml", 'name = "basel"\n[data]\nloader = "os:system"\n'),
+    "settings that name code": add(
+        "coterie.toml", 'name = "basel"\n[data]\nloader = "os:system"\n'
+    ),
     "configuration of NVFLARE": add("nvflare/local/resources.json", "{}"),
     "a module": add("sitecustomize.py"),
     "a hidden file": add(".pth"),
@@ -105,7 +140,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 def test_a_kit_with_anything_else_in_it_is_refused(what: str, kit: Path) -> None:
     before = fingerprint(kit)
     HOSTILE[what](kit)
-    told = fingerprint(kit) if (kit / MANIFEST).exists() else before  # user 0 tells what it has made
+    # user 0 tells what it has made
+    told = fingerprint(kit) if (kit / MANIFEST).exists() else before
     with pytest.raises(FileError, match="ask user 0 for a new kit"):
         accept(kit, told)
     assert not (kit / "coterie.toml").exists() or what == "settings that name code"
@@ -167,7 +203,9 @@ def test_text_of_user_0_stays_text_in_the_settings(kit: Path) -> None:
     assert (settings.data.target, settings.caps, settings.data.columns) == (odd, SITE_CAPS, {})
 
 
-def test_code_that_user_0_proposes_is_not_taken_over(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_user_0_proposes_is_not_taken_over(
+    kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Kit(**WHAT | {"model": "evil_models:factory"}).save(kit)
     (kit.parent / "evil_models.py").write_text("raise SystemExit('taken over')")
     monkeypatch.syspath_prepend(str(kit.parent))
@@ -194,28 +232,47 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_a_site_starts_its_own_code_with_configuration_of_its_own(kit: Path, started: list[list[str]]) -> None:
+def test_a_site_starts_its_own_code_with_configuration_of_its_own(
+    kit: Path, started: list[list[str]]
+) -> None:
     """The exploit of old: `coterie federate site .` ran startup/sub_start.sh."""
     accept(kit, fingerprint(kit))
     pd.DataFrame({"age": range(40), "ill": [0, 1] * 20}).to_csv(kit / "data.csv")
-    for name in ("startup/sub_start.sh", "nvflare/startup/sub_start.sh", "nvflare/local/custom/evil.py"):
+    for name in (
+        "startup/sub_start.sh",
+        "nvflare/startup/sub_start.sh",
+        "nvflare/local/custom/evil.py",
+    ):
         add(name)(kit)  # also where they got there later
     answer = CliRunner().invoke(app, ["federate", "site", str(kit)])
     assert answer.exit_code == 0, answer.output
     place = kit / "nvflare"
     (command,) = started
-    assert command[:4] == [sys.executable, "-u", "-m", "nvflare.private.fed.app.client.client_train"]
+    assert command[:4] == [
+        sys.executable,
+        "-u",
+        "-m",
+        "nvflare.private.fed.app.client.client_train",
+    ]
     assert command[4:] == ["-m", str(place), "-s", "fed_client.json", "--set", *command[9:]]
     assert command[9:] == ["secure_train=true", "uid=basel", "org=basel", "config_folder=config"]
     names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
-    local = [f"local/{name}.json" for name in ("authorization", "comm_config", "log_config", "resources")]
+    local = [
+        f"local/{name}.json" for name in ("authorization", "comm_config", "log_config", "resources")
+    ]
     assert names == [
         *local,
-        *(f"startup/{name}" for name in ("client.crt", "client.key", "fed_client.json", "rootCA.pem")),
+        *(
+            f"startup/{name}"
+            for name in ("client.crt", "client.key", "fed_client.json", "rootCA.pem")
+        ),
     ]
     written = "".join((place / name).read_text() for name in names if name.endswith(".json"))
     assert "evil" not in written
-    assert json.loads((place / "startup" / "fed_client.json").read_text())["servers"][0]["identity"] == "localhost"
+    assert (
+        json.loads((place / "startup" / "fed_client.json").read_text())["servers"][0]["identity"]
+        == "localhost"
+    )
 
 
 def test_nothing_is_imported_from_the_folder_that_a_process_runs_in(tmp_path: Path) -> None:
@@ -223,7 +280,9 @@ def test_nothing_is_imported_from_the_folder_that_a_process_runs_in(tmp_path: Pa
     command = [sys.executable, "-c", "import decoy"]
     plain = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
     assert plain.returncode == 0, "it is what Python does by itself"
-    safe = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, env=workspace.surroundings())
+    safe = subprocess.run(
+        command, cwd=tmp_path, check=False, capture_output=True, env=workspace.surroundings()
+    )
     assert b"No module named 'decoy'" in safe.stderr
 
 
@@ -259,12 +318,18 @@ def test_what_a_site_keeps_is_its_owners_alone_whatever_the_umask(kit: Path) -> 
 
 def test_caps_that_are_left_out_are_safe_and_can_be_lifted(tmp_path: Path) -> None:
     (tmp_path / "coterie.toml").write_text('name = "a"\n')
-    assert site_settings(tmp_path).caps == SITE_CAPS == Caps(gradients=10_000, norm=10.0, examples=16)
-    (tmp_path / "coterie.toml").write_text('name = "a"\n[caps]\ngradients = inf\nnorm = inf\nexamples = 1\n')
+    assert (
+        site_settings(tmp_path).caps == SITE_CAPS == Caps(gradients=10_000, norm=10.0, examples=16)
+    )
+    (tmp_path / "coterie.toml").write_text(
+        'name = "a"\n[caps]\ngradients = inf\nnorm = inf\nexamples = 1\n'
+    )
     assert site_settings(tmp_path).caps == Caps()
 
 
-@pytest.mark.parametrize("caps", [Caps(gradients=0), Caps(), Caps(gradients=7, norm=1.5, examples=3)])
+@pytest.mark.parametrize(
+    "caps", [Caps(gradients=0), Caps(), Caps(gradients=7, norm=1.5, examples=3)]
+)
 def test_a_kit_is_accepted_with_the_caps_that_are_given(caps: Caps, kit: Path) -> None:
     accept(kit, fingerprint(kit), caps)
     assert site_settings(kit).caps == caps
@@ -293,13 +358,18 @@ def lead_of(**training: Any) -> LeadSettings:
     [
         ({"rule": "wga", "steps": 51}, "a gives 50 more gradients, and this run may ask for 51"),
         ({"steps": 11}, "a gives 50 more gradients, and this run may ask for 55"),
-        ({"rule": "wga", "steps": 10, "batch_size": 8}, "a gives no gradient of fewer than 10 rows.* is 8"),
+        (
+            {"rule": "wga", "steps": 10, "batch_size": 8},
+            "a gives no gradient of fewer than 10 rows.* is 8",
+        ),
         ({"rule": "wga", "steps": 50, "batch_size": 10}, None),
         ({"steps": 10}, None),
     ],
     ids=str,
 )
-def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(training: dict[str, Any], said: str | None) -> None:
+def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(
+    training: dict[str, Any], said: str | None
+) -> None:
     """`b` is not there, and is not asked; whoever lies about its terms is named, and can be left out."""
     user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
     passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -314,19 +384,27 @@ def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(training: dict[st
 def test_a_site_of_too_few_rows_is_told_before_the_run_begins() -> None:
     user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
     passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
-    few, enough = (LocalSites({"a": Peer(user, passes, Caps(examples=least))}) for least in (21, 20))
-    with pytest.raises(KnobError, match=r"^a gives no gradient of fewer than 21 rows, and has fewer"):
+    few, enough = (
+        LocalSites({"a": Peer(user, passes, Caps(examples=least))}) for least in (21, 20)
+    )
+    with pytest.raises(
+        KnobError, match=r"^a gives no gradient of fewer than 21 rows, and has fewer"
+    ):
         check_plan(lead_of(rule="wga", steps=5, batch_size=32), few)
     check_plan(lead_of(rule="wga", steps=5, batch_size=32), enough)
 
 
-def test_batches_of_another_size_than_a_site_promised_are_refused_before_the_run_begins(tmp_path: Path) -> None:
+def test_batches_of_another_size_than_a_site_promised_are_refused_before_the_run_begins(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("dp_accounting")
     user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
     passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
     privacy = Privacy(9.0, 1e-3, 1.0, 20.0, batch_size=10)
     sites = LocalSites({"a": Peer(user, passes, None, tmp_path / "log", privacy=privacy)})
-    with pytest.raises(KnobError, match=r"^a gives gradients of batches of 10 only, and `batch_size` is 8\. "):
+    with pytest.raises(
+        KnobError, match=r"^a gives gradients of batches of 10 only, and `batch_size` is 8\. "
+    ):
         check_plan(lead_of(rule="wga", steps=5, batch_size=8), sites)
     check_plan(lead_of(rule="wga", steps=5, batch_size=10), sites)
 
@@ -336,7 +414,10 @@ def test_a_masked_sum_in_which_too_few_sites_count_is_refused_before_it_begins()
         user = coterie.User(name, torch.ones(20, 2), torch.ones(20, 1))
         return Peer(user, Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss))
 
-    sites, masked = LocalSites({"a": peer("a"), "b": peer("b")}), lead_of(rule="wga", alpha=0.5, secure_sums=True)
+    sites, masked = (
+        LocalSites({"a": peer("a"), "b": peer("b")}),
+        lead_of(rule="wga", alpha=0.5, secure_sums=True),
+    )
     sites.responders["a"] = Responder(peer("a"), SumsOnly(peers=2))
     said = "a gives sums of 2 sites or more that give nothing but masked sums, and is in one of 1"
     with pytest.raises(KnobError, match=said):
@@ -345,11 +426,15 @@ def test_a_masked_sum_in_which_too_few_sites_count_is_refused_before_it_begins()
     check_plan(masked, sites)
 
 
-needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed")
+needs_nvflare = pytest.mark.skipif(
+    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed"
+)
 
 
 @needs_nvflare
-def test_a_refused_run_is_told_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_run_is_told_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job runs in another process, which leaves a note."""
     from contextlib import contextmanager
     from types import SimpleNamespace
@@ -365,7 +450,9 @@ def test_a_refused_run_is_told_by_the_command(tmp_path: Path, monkeypatch: pytes
     def session(kit: Path, wait: float) -> Iterator[Any]:
         info = SimpleNamespace(client_info=["a", "b"])
         yield SimpleNamespace(
-            get_system_info=lambda: info, submit_job=submit, get_job_meta=lambda job: {"status": "RUNNING"}
+            get_system_info=lambda: info,
+            submit_job=submit,
+            get_job_meta=lambda job: {"status": "RUNNING"},
         )
 
     monkeypatch.setattr(supervision, "session_of", session)
@@ -375,7 +462,9 @@ def test_a_refused_run_is_told_by_the_command(tmp_path: Path, monkeypatch: pytes
 
 
 @needs_nvflare
-def test_ctrl_c_ends_the_job_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_job_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sites would otherwise go on giving gradients to a run that nobody follows."""
     from contextlib import contextmanager
     from types import SimpleNamespace

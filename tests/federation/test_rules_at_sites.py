@@ -11,7 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support.members import NAMES, Job, change, patients, set_up, with_known_draws, without_certificates
+from tests.support.members import (
+    NAMES,
+    Job,
+    change,
+    patients,
+    set_up,
+    with_known_draws,
+    without_certificates,
+)
 from typer.testing import CliRunner
 
 import coterie
@@ -22,8 +30,20 @@ from coterie.federation import kits
 from coterie.federation.everyone.relay import relay
 from coterie.federation.lead import RUN, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit, fingerprint
-from coterie.federation.participants import lead_participant, peer_of, responder_of, site_participant
-from coterie.federation.settings import Data, LeadSettings, Model, Training, lead_settings, site_settings
+from coterie.federation.participants import (
+    lead_participant,
+    peer_of,
+    responder_of,
+    site_participant,
+)
+from coterie.federation.settings import (
+    Data,
+    LeadSettings,
+    Model,
+    Training,
+    lead_settings,
+    site_settings,
+)
 from coterie.methods import FedAvg
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.rules import RULES
@@ -41,7 +61,15 @@ def consortium(place: Path, *options: str, more: str = "", **caps: str) -> Path:
     """A consortium by the command line, whose sites have accepted; without the cost of certificates."""
     place.mkdir(exist_ok=True, parents=True)
     patients(60, 0).to_csv(place / "mine.csv", index=False)
-    words = ["federate", "init", str(place / "trial"), "--data", str(place / "mine.csv"), "--target", "ill"]
+    words = [
+        "federate",
+        "init",
+        str(place / "trial"),
+        "--data",
+        str(place / "mine.csv"),
+        "--target",
+        "ill",
+    ]
     words += ["--server", "localhost", *(word for site in SITES for word in ("--site", site))]
     words += ["--steps", str(STEPS), "--batch-size", "16", *options]
     with mock.patch.object(kits, "provision", without_certificates):
@@ -74,7 +102,9 @@ class LostAfter:
     def __init__(self, sites: LocalSites, after: int) -> None:
         self.sites, self.after = sites, after
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         self.after -= method == "gradients"
         if self.after < 0:
             raise PeerLost("the server does not answer")
@@ -82,10 +112,14 @@ class LostAfter:
 
 
 @pytest.mark.parametrize("rule", AUTO)
-def test_knobs_are_measured_with_sites_and_what_is_asked_is_planned_for(rule: str, tmp_path: Path) -> None:
+def test_knobs_are_measured_with_sites_and_what_is_asked_is_planned_for(
+    rule: str, tmp_path: Path
+) -> None:
     folder = consortium(tmp_path, *AUTO[rule])
     planned = planned_gradients(lead_settings(folder))
-    assert planned == Kit.load(folder / "sites" / "bern").gradients == 2 * 8 + STEPS, "eight batches at two points"
+    assert planned == Kit.load(folder / "sites" / "bern").gradients == 2 * 8 + STEPS, (
+        "eight batches at two points"
+    )
     lead(folder, sites_of(folder))
     record = coterie.Record.load(folder / RUN / "record.jsonl")
     choice = record.configuration.choice
@@ -107,7 +141,10 @@ def test_a_resumed_job_does_not_measure_again(after: int, tmp_path: Path) -> Non
     assert before.choice["tau"]
     lead(folder, sites_of(folder))
     record = coterie.Record.load(folder / RUN / "record.jsonl")
-    assert (record.configuration.choice, record.configuration.estimates) == (before.choice, before.estimates)
+    assert (record.configuration.choice, record.configuration.estimates) == (
+        before.choice,
+        before.estimates,
+    )
     assert record.end.step == STEPS
     assert {given(folder, site) for site in before.choice["tau"]} == {2 * 8 + STEPS}
 
@@ -116,10 +153,14 @@ def test_a_site_that_misses_a_question_was_not_measured_and_has_no_weight(tmp_pa
     class BernIsLateOnce(LocalSites):
         asked = 0
 
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> LocalReplies:
             self.asked += method == "gradients"
             late = method == "gradients" and self.asked == 5
-            return super().ask([name for name in names if not late or name != "bern"], method, timeout, **arguments)
+            return super().ask(
+                [name for name in names if not late or name != "bern"], method, timeout, **arguments
+            )
 
     folder = consortium(tmp_path, *AUTO["correction"])
     lead(folder, BernIsLateOnce({site: peer_of(folder / "sites" / site) for site in SITES}))
@@ -137,7 +178,9 @@ def test_more_batches_are_measured_for_longer_averaging_and_are_planned_for(tmp_
         lead(folder, LostAfter(sites_of(folder), 8 * 3 + 8 + 1))
 
 
-def test_adaptive_averaging_with_few_exchanges_asks_no_more_than_is_planned_for(tmp_path: Path) -> None:
+def test_adaptive_averaging_with_few_exchanges_asks_no_more_than_is_planned_for(
+    tmp_path: Path,
+) -> None:
     """Beside the two exchanges in 100 steps it asks everybody wherever it judges."""
     folder = consortium(tmp_path, "--rule", "adaptive", "--steps", "100", "--exchange-every", "50")
     planned = planned_gradients(lead_settings(folder))
@@ -177,7 +220,8 @@ def test_private_sites_count_what_is_measured(tmp_path: Path) -> None:
     less = promise.replace("100.0", "1.0")
     tight = consortium(tmp_path / "tight", *AUTO["averaging"], more=less, norm="inf")
     with pytest.raises(
-        KnobError, match=rf"basel gives \d+ more gradients, and this run may ask for {2 * 8 + STEPS}"
+        KnobError,
+        match=rf"basel gives \d+ more gradients, and this run may ask for {2 * 8 + STEPS}",
     ):
         lead(tight, sites_of(tight))
 
@@ -191,7 +235,9 @@ def test_groups_of_masked_sums_are_measured_as_one_peer_each(tmp_path: Path) -> 
     sites = LocalSites({})
     sites.responders = {site: responder_of(folder / "sites" / site) for site in SITES}
     lead(folder, sites)
-    assert set(coterie.Record.load(folder / RUN / "record.jsonl").configuration.estimates["peers"]) == {"swiss"}
+    assert set(
+        coterie.Record.load(folder / RUN / "record.jsonl").configuration.estimates["peers"]
+    ) == {"swiss"}
 
 
 @pytest.mark.parametrize(
@@ -205,10 +251,15 @@ def test_groups_of_masked_sums_are_measured_as_one_peer_each(tmp_path: Path) -> 
             Training(rule="bc", beta="auto", secure_sums=True),
             'gradient to choose a knob that is "auto", and `secure',
         ),
-        (Training(rule="first-peer"), "'first-peer' does not say how many gradients it asks of each site"),
+        (
+            Training(rule="first-peer"),
+            "'first-peer' does not say how many gradients it asks of each site",
+        ),
     ],
 )
-def test_what_cannot_be_had_is_refused(training: Training, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_refused(
+    training: Training, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class FirstPeer:
         """A chooser of one's own, which does not say what it asks."""
 
@@ -226,20 +277,31 @@ def test_what_cannot_be_had_is_refused(training: Training, message: str, monkeyp
 
 @pytest.mark.parametrize("text", ['"automatic"', "1.5", "true"])
 def test_knobs_in_the_settings_are_numbers_or_auto(text: str, tmp_path: Path) -> None:
-    (tmp_path / "coterie.toml").write_text(f'me = "me"\nsites = ["a"]\n[training]\nrule = "wga"\nalpha = {text}\n')
+    (tmp_path / "coterie.toml").write_text(
+        f'me = "me"\nsites = ["a"]\n[training]\nrule = "wga"\nalpha = {text}\n'
+    )
     with pytest.raises(KnobError, match=r'`alpha` must lie in \[0, 1\], or be "auto"'):
         lead_settings(tmp_path)
-    (tmp_path / "coterie.toml").write_text('me = "me"\nsites = ["a"]\n[training]\nrule = "wga"\nalpha = "auto"\n')
+    (tmp_path / "coterie.toml").write_text(
+        'me = "me"\nsites = ["a"]\n[training]\nrule = "wga"\nalpha = "auto"\n'
+    )
     assert rule_of(lead_settings(tmp_path)) == coterie.WeightedAveraging("auto")
 
 
 def test_everyone_measures_where_everyone_trains(tmp_path: Path) -> None:
-    set_up(tmp_path / "trial", Training(rule="bc", alpha="auto", beta="auto", steps=STEPS, batch_size=16))
+    set_up(
+        tmp_path / "trial",
+        Training(rule="bc", alpha="auto", beta="auto", steps=STEPS, batch_size=16),
+    )
     relay(tmp_path / "trial", Job(tmp_path / "trial"), patience=20.0, pause=0.05)
-    assert Kit.load(tmp_path / "trial" / "sites" / "bern").gradients == 2 * (2 * 8 + STEPS), "for each of two"
+    assert Kit.load(tmp_path / "trial" / "sites" / "bern").gradients == 2 * (2 * 8 + STEPS), (
+        "for each of two"
+    )
     for name in NAMES:
         others = [
-            coterie.Record.load(tmp_path / "trial" / "sites" / n / RUN / "record.jsonl") for n in NAMES if n != name
+            coterie.Record.load(tmp_path / "trial" / "sites" / n / RUN / "record.jsonl")
+            for n in NAMES
+            if n != name
         ]
         heard = sum(name in record.configuration.choice["tau"] for record in others)
         assert given(tmp_path / "trial", name) == 2 * 2 * 8 + heard * STEPS
@@ -248,17 +310,24 @@ def test_everyone_measures_where_everyone_trains(tmp_path: Path) -> None:
 METHODS_AT_SITES = {  # by their options, and what each site is asked for in a round of 30
     "fedavg": (["--rule", "fedavg", "--knob", "local_steps=3"], 3),
     "scaffold": (["--rule", "scaffold", "--knob", "local_steps=2", "--knob", "option=1"], 2 + 1),
-    "per-fedavg": (["--rule", "per-fedavg", "--knob", "local_steps=2", "--knob", "inner_lr=0.1"], 2 * 2),
+    "per-fedavg": (
+        ["--rule", "per-fedavg", "--knob", "local_steps=2", "--knob", "inner_lr=0.1"],
+        2 * 2,
+    ),
     "mime": (["--rule", "mime", "--knob", "local_steps=2"], 2 * 2 + 1),
 }
 
 
 @pytest.mark.parametrize("method", METHODS_AT_SITES)
-def test_methods_run_with_sites_and_what_they_ask_is_planned_for(method: str, tmp_path: Path) -> None:
+def test_methods_run_with_sites_and_what_they_ask_is_planned_for(
+    method: str, tmp_path: Path
+) -> None:
     options, asked = METHODS_AT_SITES[method]
     folder = consortium(tmp_path, *options, gradients=str(STEPS * asked))
     assert (
-        planned_gradients(lead_settings(folder)) == Kit.load(folder / "sites" / "bern").gradients == STEPS * asked
+        planned_gradients(lead_settings(folder))
+        == Kit.load(folder / "sites" / "bern").gradients
+        == STEPS * asked
     )
     lead(folder, sites_of(folder))
     record = coterie.Record.load(folder / RUN / "record.jsonl")
@@ -268,18 +337,27 @@ def test_methods_run_with_sites_and_what_they_ask_is_planned_for(method: str, tm
     assert {given(folder, site) for site in SITES} == {STEPS * asked}
     decision = record.end.guard
     assert decision is not None, "a model was trained alone beside it"
-    told = "gets the model trained without peers" if decision.served == "alone" else "one trained alone: "
+    told = (
+        "gets the model trained without peers"
+        if decision.served == "alone"
+        else "one trained alone: "
+    )
     assert told in (folder / RUN / "summary.txt").read_text().splitlines()[0]
 
 
 def test_a_method_with_sites_has_the_model_of_one_process(tmp_path: Path) -> None:
     """With batches of all rows it does not matter who draws them."""
     whole = ["--batch-size", "80", "--lr", "0.3", "--seed", "3"]
-    folder = consortium(tmp_path, "--rule", "fedavg", "--knob", "local_steps=3", *whole, norm="inf", examples="1")
+    folder = consortium(
+        tmp_path, "--rule", "fedavg", "--knob", "local_steps=3", *whole, norm="inf", examples="1"
+    )
     lead(folder, sites_of(folder))
     _, task = lead_participant(folder, lead_settings(folder))
     assert task is not None
-    peers = [site_participant(folder / "sites" / s, site_settings(folder / "sites" / s)).user for s in SITES]
+    peers = [
+        site_participant(folder / "sites" / s, site_settings(folder / "sites" / s)).user
+        for s in SITES
+    ]
     fit(
         replace(task, peers=tuple(peers)),
         FedAvg(3),
@@ -294,8 +372,11 @@ def test_a_method_with_sites_has_the_model_of_one_process(tmp_path: Path) -> Non
     found, wanted = (torch.load(place / "model.pt", weights_only=True) for place in places)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
-    found, wanted = (coterie.Record.load(place) for place in places)  # of the method, whichever model is served
-    assert found.curve("validation_loss")[1] == pytest.approx(wanted.curve("validation_loss")[1], rel=1e-4)
+    # of the method, whichever model is served
+    found, wanted = (coterie.Record.load(place) for place in places)
+    assert found.curve("validation_loss")[1] == pytest.approx(
+        wanted.curve("validation_loss")[1], rel=1e-4
+    )
 
 
 def test_a_fine_tuned_model_asks_nobody_while_it_is_tuned(tmp_path: Path) -> None:
@@ -332,9 +413,15 @@ def test_a_resumed_method_asks_for_no_round_twice(tmp_path: Path) -> None:
             Training(rule="fedavg", secure_sums={"g": SITES}),
             "steps of their own, which `secure_sums` does not mask",
         ),
-        (Training(rule="fedavg", local_steps=5), "'fedavg' has rounds of its own: leave `exchange_every` and"),
+        (
+            Training(rule="fedavg", local_steps=5),
+            "'fedavg' has rounds of its own: leave `exchange_every` and",
+        ),
         (Training(rule="fedavg", alpha=0.5), "'fedavg' takes no `alpha`"),
-        (Training(rule="fed"), "unknown rule 'fed'; the rules are alone, .*, and the methods fedavg, "),
+        (
+            Training(rule="fed"),
+            "unknown rule 'fed'; the rules are alone, .*, and the methods fedavg, ",
+        ),
     ],
 )
 def test_methods_that_sites_cannot_serve_are_refused(training: Training, message: str) -> None:
@@ -343,14 +430,29 @@ def test_methods_that_sites_cannot_serve_are_refused(training: Training, message
 
 
 def test_everyone_may_train_by_a_method(tmp_path: Path) -> None:
-    set_up(tmp_path / "trial", Training(rule="fedavg", knobs={"local_steps": 3}, steps=STEPS, batch_size=16))
+    set_up(
+        tmp_path / "trial",
+        Training(rule="fedavg", knobs={"local_steps": 3}, steps=STEPS, batch_size=16),
+    )
     relay(tmp_path / "trial", Job(tmp_path / "trial"), patience=20.0, pause=0.05)
     assert {given(tmp_path / "trial", name) for name in NAMES} == {2 * 3 * STEPS}
     assert Kit.load(tmp_path / "trial" / "sites" / "bern").gradients == 2 * 3 * STEPS
 
 
 def test_a_knob_that_no_settings_can_hold_is_refused(tmp_path: Path) -> None:
-    words = ["federate", "init", str(tmp_path), "--data", "a.csv", "--target", "ill", "--server", "localhost"]
-    answer = CliRunner().invoke(app, [*words, "--site", "a", "--rule", "selfish", "--knob", "alpha=none"])
+    words = [
+        "federate",
+        "init",
+        str(tmp_path),
+        "--data",
+        "a.csv",
+        "--target",
+        "ill",
+        "--server",
+        "localhost",
+    ]
+    answer = CliRunner().invoke(
+        app, [*words, "--site", "a", "--rule", "selfish", "--knob", "alpha=none"]
+    )
     assert answer.exit_code == 2
     assert "`--knob alpha` cannot be written to the settings" in answer.output

@@ -26,11 +26,15 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-def test_a_site_sees_the_connection_what_it_gave_and_what_it_refused(tmp_path: Path, said: list[str]) -> None:
+def test_a_site_sees_the_connection_what_it_gave_and_what_it_refused(
+    tmp_path: Path, said: list[str]
+) -> None:
     (tmp_path / LOG).write_text("of an earlier day: Successfully registered client:basel\n")
     ledger = Ledger(tmp_path / "requests.jsonl")
     ledger.give(2, caller="user 0", step="7")
-    watch = SiteWatch(tmp_path, tmp_path, Caps(gradients=100), ledger.given, Screen(said.append, terminal=False))
+    watch = SiteWatch(
+        tmp_path, tmp_path, Caps(gradients=100), ledger.given, Screen(said.append, terminal=False)
+    )
     watch()
     with (tmp_path / LOG).open("a") as log:
         log.write("INFO - Successfully registered client:basel for project trial.\nnot a who")
@@ -81,7 +85,9 @@ def test_what_the_process_says_is_in_its_log_and_not_on_the_screen(
     looks: list[int] = []
     code = "import sys, time; print('to one', flush=True); print('to other', file=sys.stderr); time.sleep(0.3)"
     code += "; sys.exit(3)"
-    assert workspace.run_process([sys.executable, "-c", code], tmp_path, lambda: looks.append(1)) == 3
+    assert (
+        workspace.run_process([sys.executable, "-c", code], tmp_path, lambda: looks.append(1)) == 3
+    )
     assert looks
     assert capfd.readouterr().out == ""
     assert sorted((tmp_path / LOG).read_text().split("\n")) == ["", "to one", "to other"]
@@ -89,9 +95,13 @@ def test_what_the_process_says_is_in_its_log_and_not_on_the_screen(
 
 
 def test_without_a_bar_a_run_is_told_by_tenths(tmp_path: Path, said: list[str]) -> None:
-    configuration = Configuration(rule="Alone()", me=UserSummary(name="me", examples=9), peers={}, steps=20)
+    configuration = Configuration(
+        rule="Alone()", me=UserSummary(name="me", examples=9), peers={}, steps=20
+    )
     shown: list[int] = []
-    show_new = RunWatch(tmp_path, 20, lambda *numbers: shown.append(numbers[0]), said.append, tenths=True)
+    show_new = RunWatch(
+        tmp_path, 20, lambda *numbers: shown.append(numbers[0]), said.append, tenths=True
+    )
     record = Record(configuration, tmp_path / "record.jsonl")
     for step in (0, 1, 2, 3, 20):
         record.add(Point(step=step, own_loss=0.5, validation={"loss": 1 / (1 + step)}))
@@ -112,7 +122,9 @@ def test_lines_that_are_not_whole_wait(tmp_path: Path) -> None:
     assert lines() == ["two", "three"]
 
 
-def test_what_comes_from_elsewhere_does_not_steer_the_terminal(tmp_path: Path, said: list[str]) -> None:
+def test_what_comes_from_elsewhere_does_not_steer_the_terminal(
+    tmp_path: Path, said: list[str]
+) -> None:
     ledger = Ledger(tmp_path / "requests.jsonl")
     watch = SiteWatch(tmp_path, tmp_path, Caps(), 0, Screen(said.append, terminal=False))
     ledger.note(caller="user 0", step="1", failed="ValueError: \033[2J\rall is well")
@@ -130,20 +142,27 @@ def test_on_a_terminal_one_line_changes(capsys: pytest.CaptureFixture[str]) -> N
     assert shown.endswith("refused\nstep 2")
 
 
-def test_what_a_screen_could_not_show_yet_is_shown_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_screen_could_not_show_yet_is_shown_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without a terminal lines come every ten seconds; the last one must tell how things stand in the end."""
     said: list[str] = []
     seconds = [0.0]
     monkeypatch.setattr("coterie.federation.watching.time.monotonic", lambda: seconds[0])
     ledger = Ledger(tmp_path / "requests.jsonl")
-    watch = SiteWatch(tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False))
+    watch = SiteWatch(
+        tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False)
+    )
     for step in range(3):
         ledger.give(5, caller="user 0", step=str(step))
         watch()
     assert words(said) == ["waiting for the server"]
     for seconds[0] in (5.0, 15.0, 30.0):  # nothing more is asked
         watch()
-    assert words(said) == ["waiting for the server", f"step 2: {ledger.given} of 100 gradients given"]
+    assert words(said) == [
+        "waiting for the server",
+        f"step 2: {ledger.given} of 100 gradients given",
+    ]
 
 
 def test_a_full_disk_is_on_the_sites_screen(
@@ -152,8 +171,13 @@ def test_a_full_disk_is_on_the_sites_screen(
     """The log, which would say so, cannot be written."""
     free = [10**9]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
-    watch = SiteWatch(tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False))
+    watch = SiteWatch(
+        tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False)
+    )
     for free[0] in (10**9, 1000, 0, 10**9):
         watch()
     told = [line for line in words(said) if line != "waiting for the server"]
-    assert told == [f"the disk of {tmp_path} is full: nothing is given until there is room", "there is room again"]
+    assert told == [
+        f"the disk of {tmp_path} is full: nothing is given until there is room",
+        "there is room again",
+    ]

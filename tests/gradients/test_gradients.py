@@ -49,7 +49,11 @@ def test_sums_and_names_in_small_numbers() -> None:
     own, four, eight = torch.tensor([8.0]), torch.tensor([4.0]), torch.tensor([8.0])
     assert weighted_sum(own, four[None], [0.5]) == (torch.tensor([6.0]), 0.5)
     arriving = [("a", four), ("b", eight)]
-    assert add_up(torch.zeros(1), arriving, {"a": 0.25, "b": 0.75}) == (torch.tensor([7.0]), 1.0, {})
+    assert add_up(torch.zeros(1), arriving, {"a": 0.25, "b": 0.75}) == (
+        torch.tensor([7.0]),
+        1.0,
+        {},
+    )
     assert complete(own, torch.tensor([0.0]), 0.0) == (own, 0.0)
     assert (present([0.1] * 10), present([0.1] * 5)) == (1.0, 0.5)
     assert by_name(torch.tensor([1.0, 2.0]), ("a", "b"), ("b", "c", "a")).tolist() == [2, 0, 1]
@@ -64,7 +68,8 @@ def test_answers_are_sorted_into_kept_and_left_out() -> None:
         "double": torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64),
         "nan": torch.tensor([0.0, math.nan, 0.0]),
         "inf": torch.tensor([math.inf, 0.0, 0.0]),
-        "huge": torch.tensor([1e300, 0.0, 0.0], dtype=torch.float64),  # infinite in single precision
+        # infinite in single precision
+        "huge": torch.tensor([1e300, 0.0, 0.0], dtype=torch.float64),
         "short": torch.zeros(2),
         "matrix": torch.zeros(3, 1),
         "number": torch.tensor(1.0),
@@ -104,7 +109,8 @@ def test_a_missing_weight_goes_to_the_own_gradient() -> None:
     assert average.tolist() == [2.0 + 0.5, 2.0 + 1.0, 2.0]
     assert answered == 0.5
     g = coterie.Gradients(own=OWN, rows=rows, names=("a", "b"), answered=0.5)
-    assert g.average()[0].tolist() == average.tolist()  # equal weights of four peers, of whom two answered
+    # equal weights of four peers, of whom two answered
+    assert g.average()[0].tolist() == average.tolist()
     assert g.average({"a": 0.25, "b": 0.25, "c": 0.5})[0].tolist() == average.tolist()
 
 
@@ -131,7 +137,9 @@ def test_keep_finite_keeps_the_order() -> None:
 
 
 def test_given_peers_come_before_rows() -> None:
-    g = coterie.Gradients(own=OWN, peers=torch.zeros(3), rows=torch.ones(1, 3), names=("a",), answered=0.75)
+    g = coterie.Gradients(
+        own=OWN, peers=torch.zeros(3), rows=torch.ones(1, 3), names=("a",), answered=0.75
+    )
     average, answered = g.average({"a": 1.0})
     assert not average.any()
     assert answered == 0.75

@@ -56,7 +56,10 @@ def test_sums_are_compared_with_those_before() -> None:
         too_long = together.long_sums(0.1 * torch.ones(3, 1) * direction, sums)
         for run, factor in enumerate((3.0, 3.0, 2.0)):
             size, before = float(sizes[run, t]), longest[run]
-            assert bool(too_long[run]) == (before > 0 and size > factor * max(before, 0.1)), (run, t)
+            assert bool(too_long[run]) == (before > 0 and size > factor * max(before, 0.1)), (
+                run,
+                t,
+            )
             longest[run] = max(before, min(size, GROWTH * before)) if before else size
 
 
@@ -69,7 +72,11 @@ def test_what_is_too_long_gives_its_weight_back() -> None:
     assert torch.equal(as_sum.peers, torch.tensor([0.75, 0.75]))  # .25 a + .25 b + .5 own
     assert as_sum.answered == as_rows.answered == 0.5
     assert as_rows.names == ("a", "b")
-    assert as_rows.left_out == as_sum.left_out == {"c": "more than 3 times as long as the median of all"}
+    assert (
+        as_rows.left_out
+        == as_sum.left_out
+        == {"c": "more than 3 times as long as the median of all"}
+    )
     untouched = NormBound(100.0, own).kept(g, weights, rows=True)
     assert untouched is g
 
@@ -98,15 +105,25 @@ def users(n: int = 5, spike: float = -1.0) -> tuple[coterie.User, list[coterie.U
         if k == 1:
             inputs[7] *= -spike
         held = numbers(30, 4, seed=100 + k).float()
-        made.append(coterie.User(f"u{k}", inputs, targets, validation=(held, (held[:, 0] > 0).long())))
+        made.append(
+            coterie.User(f"u{k}", inputs, targets, validation=(held, (held[:, 0] > 0).long()))
+        )
     return made[0], made[1:]
 
 
 def trained(me: coterie.User, peers: list[coterie.User], **options: Any) -> coterie.Run:
     torch.manual_seed(0)
     rule = options.pop("rule", coterie.BiasCorrection(0.5, 0.1))
-    plain: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 40, "batch_size": 4, "guard": "off"}
-    return coterie.train(nn.Linear(4, 2), cross_entropy, me, peers, rule, measure=False, **plain | options)
+    plain: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.1,
+        "steps": 40,
+        "batch_size": 4,
+        "guard": "off",
+    }
+    return coterie.train(
+        nn.Linear(4, 2), cross_entropy, me, peers, rule, measure=False, **plain | options
+    )
 
 
 def vector(run: coterie.Run) -> Tensor:
@@ -147,7 +164,11 @@ def test_a_spike_in_one_example_is_survived_however_steps_are_taken() -> None:
     """Step by step, captured and with other runs: the same run, which the spike does not destroy."""
     me, peers = users(spike=1e4)
     plain = trained(me, peers)
-    assert sum(plain.record.end.left_out["u1"].values()) == sum(plain.record.end.left_out["u2"].values()) > 0
+    assert (
+        sum(plain.record.end.left_out["u1"].values())
+        == sum(plain.record.end.left_out["u2"].values())
+        > 0
+    )
     captured = trained(me, peers, capture=True)
     assert torch.equal(vector(captured), vector(plain))
     assert captured.record.end.left_out == plain.record.end.left_out
@@ -182,5 +203,7 @@ def test_a_bound_below_one_is_refused(wrong: float) -> None:
 
 
 def test_a_number_that_the_default_rule_would_not_use_is_refused() -> None:
-    with pytest.raises(KnobError, match="`norm_bound` as a number is for rules such as `WeightedAveraging`"):
+    with pytest.raises(
+        KnobError, match="`norm_bound` as a number is for rules such as `WeightedAveraging`"
+    ):
         trained(*users(), rule=None, norm_bound=5.0)

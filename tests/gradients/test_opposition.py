@@ -48,7 +48,10 @@ def test_agrees_with_plain_loops() -> None:
         for name in names:
             against = [other for other in rows if other != name and means[name, other] < LIMIT]
             expected.append("me" in against and len(against) > (len(rows) - 1) / 2)
-        assert opposition.opposed(gradients[0], torch.stack([rows[name] for name in names]), names) == expected
+        assert (
+            opposition.opposed(gradients[0], torch.stack([rows[name] for name in names]), names)
+            == expected
+        )
         found_some |= any(expected)
     assert found_some
 

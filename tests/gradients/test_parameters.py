@@ -87,7 +87,8 @@ def test_models_without_trainable_parameters_or_of_two_kinds() -> None:
         Parameters(nn.ReLU())
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(
-        ModelError, match=r"one dtype and device, got torch.float32 on cpu, torch.float64 on cpu; use"
+        ModelError,
+        match=r"one dtype and device, got torch.float32 on cpu, torch.float64 on cpu; use",
     ):
         Parameters(mixed)
 
@@ -96,7 +97,9 @@ def test_models_without_trainable_parameters_or_of_two_kinds() -> None:
 def test_hooks_on_gradients_are_refused_since_nothing_would_call_them(register: str) -> None:
     model = nn.Linear(2, 1)
     handle = getattr(model.bias, register)(lambda _: None)
-    with pytest.raises(ModelError, match=r"the parameter 'bias' has a hook on its gradient.* give `clip_norm`"):
+    with pytest.raises(
+        ModelError, match=r"the parameter 'bias' has a hook on its gradient.* give `clip_norm`"
+    ):
         Parameters(model)
     handle.remove()
     assert Parameters(model).size == 3

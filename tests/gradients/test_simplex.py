@@ -52,24 +52,33 @@ def test_water_filling_matches_a_general_solver(seed: int) -> None:
 
 
 sizes = st.floats(1e-3, 1e3)
-peers = st.lists(st.tuples(st.one_of(st.just(0.0), sizes), st.one_of(st.just(0.0), sizes)), min_size=1)
+peers = st.lists(
+    st.tuples(st.one_of(st.just(0.0), sizes), st.one_of(st.just(0.0), sizes)), min_size=1
+)
 
 
 @given(peers, st.one_of(st.just(0.0), sizes))
-def test_water_filling_meets_the_optimality_conditions(peers: list[tuple[float, float]], kappa: float) -> None:
+def test_water_filling_meets_the_optimality_conditions(
+    peers: list[tuple[float, float]], kappa: float
+) -> None:
     noise, bias = np.array(peers).T
     tau = water_filling(noise, bias, kappa)
     slope = 2 * kappa * noise**2 * tau + bias**2
     level = slope[tau > 0].max()
     assert tau.sum() == pytest.approx(1, abs=1e-12)
     assert (tau >= 0).all()
-    np.testing.assert_allclose(slope[tau > 1e-9], level, rtol=1e-6, atol=1e-9)  # weighted: at the water level
+    # weighted: at the water level
+    np.testing.assert_allclose(slope[tau > 1e-9], level, rtol=1e-6, atol=1e-9)
     assert (slope >= level * (1 - 1e-6) - 1e-9).all()  # dry: above it
 
 
 def test_batches_are_separate_problems() -> None:
     rng = np.random.default_rng(0)
-    noise, bias, kappa = rng.uniform(0, 2, (5, 4)), rng.uniform(0, 2, (5, 4)), rng.uniform(0.1, 3, 5)
+    noise, bias, kappa = (
+        rng.uniform(0, 2, (5, 4)),
+        rng.uniform(0, 2, (5, 4)),
+        rng.uniform(0.1, 3, 5),
+    )
     together = water_filling(noise, bias, kappa)
     one_by_one = [water_filling(noise[i], bias[i], kappa[i]) for i in range(5)]
     np.testing.assert_allclose(together, one_by_one, rtol=1e-14)
@@ -77,10 +86,14 @@ def test_batches_are_separate_problems() -> None:
 
 def test_limits() -> None:
     noise, bias = [1.0, 2.0, 1.0], [0.5, 0.1, 0.5]
-    assert water_filling(noise, 0.0).tolist() == pytest.approx([4 / 9, 1 / 9, 4 / 9])  # inverse variances
-    assert water_filling(noise, bias, 0.0).tolist() == [0, 1, 0]  # without a price of noise, the least bias
-    assert water_filling([0.0, 1.0, 0.0]).tolist() == [0.5, 0, 0.5]  # without bias, the noiseless share
-    # A noiseless peer, biased: the unbiased one is filled up to ζ² = ½ and the noiseless takes the rest.
+    # inverse variances
+    assert water_filling(noise, 0.0).tolist() == pytest.approx([4 / 9, 1 / 9, 4 / 9])
+    # without a price of noise, the least bias
+    assert water_filling(noise, bias, 0.0).tolist() == [0, 1, 0]
+    # without bias, the noiseless share
+    assert water_filling([0.0, 1.0, 0.0]).tolist() == [0.5, 0, 0.5]
+    # A noiseless peer, biased: the unbiased one is filled up to ζ² = ½ and the noiseless takes the
+    # rest.
     assert water_filling([1.0, 0.0], [0.0, np.sqrt(0.5)]).tolist() == pytest.approx([0.25, 0.75])
 
 
@@ -134,7 +147,9 @@ def test_simplex_minimum_matches_a_general_solver(seed: int) -> None:
     kappa, expected = simplex_minimum(matrix), simplex_by_slsqp(matrix / np.trace(matrix))
     assert kappa.sum() == pytest.approx(1, abs=1e-14)
     assert (kappa >= 0).all()
-    assert kappa @ matrix @ kappa <= expected @ matrix @ expected * (1 + 1e-12) + 1e-15 * np.trace(matrix)
+    assert kappa @ matrix @ kappa <= expected @ matrix @ expected * (1 + 1e-12) + 1e-15 * np.trace(
+        matrix
+    )
     np.testing.assert_allclose(kappa, expected, atol=1e-5)
 
 
@@ -144,11 +159,14 @@ def test_simplex_minimum_meets_the_optimality_conditions(seed: int, n: int, rank
     matrix = rows @ rows.T
     kappa = simplex_minimum(matrix)
     slope = matrix @ kappa
-    assert (slope >= kappa @ slope - 1e-9 * np.trace(matrix)).all()  # no weight would gain by moving
+    # no weight would gain by moving
+    assert (slope >= kappa @ slope - 1e-9 * np.trace(matrix)).all()
 
 
 def test_simplex_minimum_in_cases_known() -> None:
-    assert simplex_minimum(np.diag([1.0, 2.0, 4.0])).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert simplex_minimum(np.diag([1.0, 2.0, 4.0])).tolist() == pytest.approx(
+        [4 / 7, 2 / 7, 1 / 7]
+    )
     assert simplex_minimum(np.zeros((3, 3))).tolist() == [1 / 3] * 3
     assert simplex_minimum([[5.0]]).tolist() == [1.0]
     # Noise may leave a matrix that is not semidefinite; its negative part counts as nothing.

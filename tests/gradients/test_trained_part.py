@@ -42,7 +42,9 @@ def some_users() -> list[coterie.User]:
     y = x.sum(1, keepdim=True)
     held = (x[60:], y[60:])
     return [
-        coterie.User(name, x[20 * k : 20 * k + 20], y[20 * k : 20 * k + 20], validation=None if k else held)
+        coterie.User(
+            name, x[20 * k : 20 * k + 20], y[20 * k : 20 * k + 20], validation=None if k else held
+        )
         for k, name in enumerate(("me", "a", "b"))
     ]
 
@@ -53,14 +55,26 @@ def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path)
     me, *peers = some_users()
     model = Adapted()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    run = coterie.train(model, mse_loss, me, peers, rule, steps=20, guard=guard, out=tmp_path, trackers=())
+    run = coterie.train(
+        model, mse_loss, me, peers, rule, steps=20, guard=guard, out=tmp_path, trackers=()
+    )
     assert run.model.base[1].weight.data_ptr() == model.base[1].weight.data_ptr()  # type: ignore[operator, union-attr, index]
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     largest = max(path.stat().st_size for path in (tmp_path / "checkpoints").iterdir())
     assert largest < FROZEN / 10
-    steps = 20 if rule is None else 30  # adaptive averaging divides its steps, and goes on with as many only
+    # adaptive averaging divides its steps, and goes on with as many only
+    steps = 20 if rule is None else 30
     again = coterie.train(
-        model, mse_loss, me, peers, rule, steps=steps, guard=guard, out=tmp_path, trackers=(), resume=True
+        model,
+        mse_loss,
+        me,
+        peers,
+        rule,
+        steps=steps,
+        guard=guard,
+        out=tmp_path,
+        trackers=(),
+        resume=True,
     )
     assert again.step == steps
 
@@ -87,7 +101,9 @@ def test_another_frozen_part_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.base[0].weight[0, 0] += 1  # type: ignore[index, operator]
     with pytest.raises(CheckpointError, match="`frozen` was"):
-        coterie.train(model, mse_loss, me, peers, rule, steps=20, out=tmp_path, trackers=(), resume=True)
+        coterie.train(
+            model, mse_loss, me, peers, rule, steps=20, out=tmp_path, trackers=(), resume=True
+        )
 
 
 def test_a_copy_that_moves_leaves_the_model_where_it_is() -> None:
@@ -110,7 +126,9 @@ def test_the_state_of_another_model_is_refused() -> None:
     load_trained_state(model, state)
     assert bool((model.last.weight == 7).all())
     with pytest.raises(RuntimeError, match=r"these do not fit: last\.weight"):
-        load_trained_state(model, {name: value for name, value in state.items() if name != "last.weight"})
+        load_trained_state(
+            model, {name: value for name, value in state.items() if name != "last.weight"}
+        )
     with pytest.raises(RuntimeError, match="these do not fit: other"):
         load_trained_state(model, {**state, "other": torch.zeros(1)})
 
@@ -118,4 +136,6 @@ def test_the_state_of_another_model_is_refused() -> None:
 def test_a_digest_is_of_names_and_bytes() -> None:
     layer = nn.Linear(2, 2).requires_grad_(requires_grad=False)
     assert frozen_digest(layer) == frozen_digest(copied(layer))
-    assert frozen_digest(layer) != frozen_digest(nn.Linear(2, 2).requires_grad_(requires_grad=False))
+    assert frozen_digest(layer) != frozen_digest(
+        nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    )

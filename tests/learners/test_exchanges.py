@@ -35,7 +35,9 @@ def simulated(problem: NoisyQuadratic, rule: Rule, steps: int) -> FloatArray:
     model = nn.Linear(1, TRIALS, bias=False, dtype=torch.float64)
     start = -1 + 0.5 * np.random.default_rng(6).standard_normal(TRIALS)
     model.load_state_dict({"weight": torch.tensor(start)[:, None]})
-    me = User("0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, TRIALS, dtype=torch.float64))
+    me = User(
+        "0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, TRIALS, dtype=torch.float64)
+    )
     engine = many.engine(seed=5)
     run = coterie.train(
         model,
@@ -56,24 +58,36 @@ def simulated(problem: NoisyQuadratic, rule: Rule, steps: int) -> FloatArray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", [AVERAGING, CORRECTION, BiasCorrection(0.7, 0.1, correction=0.5, start="zero")])
+@pytest.mark.parametrize(
+    "rule", [AVERAGING, CORRECTION, BiasCorrection(0.7, 0.1, correction=0.5, start="zero")]
+)
 def test_exact_moments_are_those_of_training(rule: Rule, kind: tuple[int, int]) -> None:
-    problem, steps = replace(PAIR, exchange_every=kind[0], local_steps=kind[1]), 38 if kind[1] < 16 else 6
+    problem, steps = (
+        replace(PAIR, exchange_every=kind[0], local_steps=kind[1]),
+        38 if kind[1] < 16 else 6,
+    )
     squares = simulated(problem, rule, steps)
     assert within(0.75 * squares, float(problem.expected(rule, LR, [steps]).loss[0]))
 
 
-@pytest.mark.parametrize("rule", [CORRECTION, BiasCorrection(lambda t: 0.9 / (1 + t), lambda t: 0.3)])
+@pytest.mark.parametrize(
+    "rule", [CORRECTION, BiasCorrection(lambda t: 0.9 / (1 + t), lambda t: 0.3)]
+)
 def test_exact_moments_follow_a_drift_and_schedules(rule: Rule) -> None:
     problem = replace(DRIFTING, exchange_every=4)
-    assert within(0.75 * simulated(problem, rule, 22), float(problem.expected(rule, LR, [22]).loss[0]))
+    assert within(
+        0.75 * simulated(problem, rule, 22), float(problem.expected(rule, LR, [22]).loss[0])
+    )
 
 
 def test_the_mean_of_the_iterates_and_long_runs_have_exact_moments_too() -> None:
     """Period by period and in one go give the same, and at last the stationary level."""
     problem = replace(PAIR, exchange_every=4, local_steps=3)
     stops = [3, 8, 21, 40, 4001]
-    one, many = problem.expected(CORRECTION, LR, stops), problem.expected(CORRECTION, LR, range(4002))
+    one, many = (
+        problem.expected(CORRECTION, LR, stops),
+        problem.expected(CORRECTION, LR, range(4002)),
+    )
     assert one.loss == pytest.approx(many.loss[stops], rel=1e-9)
     assert problem.expected(CORRECTION, LR, [40_000]).loss[0] == pytest.approx(
         problem.stationary(CORRECTION, LR), rel=1e-9
@@ -88,7 +102,11 @@ def test_from_the_largest_step_size_on_nothing_converges(kind: tuple[int, int]) 
     problem = replace(PAIR, exchange_every=kind[0], local_steps=kind[1])
     for rule in (AVERAGING, CORRECTION):
         limit = problem.max_lr(rule)
-        assert problem.spectral_radius(rule, 0.999 * limit) < 1 <= problem.spectral_radius(rule, 1.001 * limit)
+        assert (
+            problem.spectral_radius(rule, 0.999 * limit)
+            < 1
+            <= problem.spectral_radius(rule, 1.001 * limit)
+        )
 
 
 def test_nothing_exact_is_known_of_local_steps_with_a_schedule_a_drift_or_an_oracle() -> None:
@@ -112,7 +130,14 @@ def users() -> tuple[User, list[User]]:
 
 def trained(rule: Any, **settings: Any) -> coterie.Run:
     torch.manual_seed(0)
-    how = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 12, "batch_size": 8, "measure": False, **settings}
+    how = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.02,
+        "steps": 12,
+        "batch_size": 8,
+        "measure": False,
+        **settings,
+    }
     return coterie.train(nn.Linear(6, 1), mse_loss, *users(), rule, **how)
 
 
@@ -149,9 +174,13 @@ def by_hand(alpha: float, beta: float, every: int, local_steps: int, steps: int)
 
 @pytest.mark.parametrize(("every", "local_steps"), [(1, 1), (4, 1), (1, 3), (5, 2)])
 def test_training_is_the_definition(every: int, local_steps: int) -> None:
-    run = trained(BiasCorrection(0.8, 0.1), exchange_every=every, local_steps=local_steps, norm_bound=None)
+    run = trained(
+        BiasCorrection(0.8, 0.1), exchange_every=every, local_steps=local_steps, norm_bound=None
+    )
     wanted = by_hand(0.8, 0.1, every, local_steps, 12)
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in run.model.parameters()]), wanted)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in run.model.parameters()]), wanted
+    )
 
 
 def test_fewer_exchanges_cost_fewer_numbers() -> None:
@@ -159,7 +188,10 @@ def test_fewer_exchanges_cost_fewer_numbers() -> None:
         kind: trained(AVERAGING, exchange_every=kind[0], local_steps=kind[1]).record.end.costs
         for kind in ((1, 1), (4, 1), (1, 3), (4, 3))
     }
-    sent = {kind: (cost["other"].gradients, cost["other"].numbers_sent // 7) for kind, cost in costs.items()}
+    sent = {
+        kind: (cost["other"].gradients, cost["other"].numbers_sent // 7)
+        for kind, cost in costs.items()
+    }
     assert sent == {(1, 1): (12, 12), (4, 1): (3, 3), (1, 3): (36, 12), (4, 3): (9, 3)}
     assert {kind: cost["me"].gradients for kind, cost in costs.items()} == {
         (1, 1): 12,
@@ -201,7 +233,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, rule: Any) -> None:
 def test_adaptive_averaging_asks_less_often_and_still_finds_whom_to_follow() -> None:
     """In 240 steps with K = 8: at every eighth, where peers are judged, and after the fork."""
     often, seldom = (
-        trained(coterie.AdaptiveAveraging(budget=3), steps=240, exchange_every=every, lr=0.05).record.end
+        trained(
+            coterie.AdaptiveAveraging(budget=3), steps=240, exchange_every=every, lr=0.05
+        ).record.end
         for every in (1, 8)
     )
     assert seldom.account["tau"].get("other", 0.0) < 0.1
@@ -220,7 +254,8 @@ def test_between_exchanges_adaptive_averaging_follows_what_the_peers_last_said()
             return made[-1]
 
     followed: list[Tensor] = []
-    hooks = [lambda step: followed.append(made[-1].peers.direction[-1].clone())]  # of the pooled model
+    # of the pooled model
+    hooks = [lambda step: followed.append(made[-1].peers.direction[-1].clone())]
     trained(Watched(budget=3), steps=240, exchange_every=8, lr=0.05, hooks=hooks)
     for step in (*range(1, 119), *range(121, 240)):  # at the fork all begins anew
         asked = step % 8 == 0 or (step < 120 and step % made[-1].schedule.between_grams == 0)
@@ -238,7 +273,9 @@ def test_alone_has_nobody_to_exchange_with_less_often() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         guarded = user("me", 40, TRUTH, validation=held_out)
-        coterie.train(nn.Linear(6, 1), mse_loss, guarded, users()[1], AVERAGING, steps=9, exchange_every=4)
+        coterie.train(
+            nn.Linear(6, 1), mse_loss, guarded, users()[1], AVERAGING, steps=9, exchange_every=4
+        )
         trained(Alone(), local_steps=4)  # plain steps of its own
 
 
@@ -249,14 +286,18 @@ def test_a_guard_that_restarts_forgets_what_the_peers_said() -> None:
     asked: list[int] = []
 
     class Noting(coterie.InProcess):
-        def gradients(self, x: Tensor, step: int, weights: Any, rows: bool = False) -> coterie.Gradients:
+        def gradients(
+            self, x: Tensor, step: int, weights: Any, rows: bool = False
+        ) -> coterie.Gradients:
             if weights:
                 asked.append(step)
             return super().gradients(x, step, weights, rows)
 
     torch.manual_seed(0)
     how: dict[str, Any] = {"exchange_every": 7, "lr": 0.1, "engine": Noting, "measure": False}
-    run = coterie.train(nn.Linear(6, 1), mse_loss, me, contrary, WeightedAveraging(0.9), steps=60, **how)
+    run = coterie.train(
+        nn.Linear(6, 1), mse_loss, me, contrary, WeightedAveraging(0.9), steps=60, **how
+    )
     assert run.record.points[-1].guard is not None
     assert run.record.points[-1].guard.restarts > 0
     assert 0 in asked
@@ -271,13 +312,17 @@ def test_who_decides_on_exchanges_itself_refuses_to_have_fewer() -> None:
         with pytest.raises(KnobError, match=message):
             trained(rule, local_steps=2)
     groups = nn.Linear(6, 1)
-    optimizer = torch.optim.SGD([{"params": [groups.weight], "lr": 0.1}, {"params": [groups.bias], "lr": 0.2}])
+    optimizer = torch.optim.SGD(
+        [{"params": [groups.weight], "lr": 0.1}, {"params": [groups.bias], "lr": 0.2}]
+    )
     with pytest.raises(KnobError, match="plain steps of one size"):
         coterie.train(groups, mse_loss, *users(), AVERAGING, optimizer=optimizer, local_steps=2)
 
 
 def test_peers_without_spare_noise_pull_local_steps_to_their_own_optima() -> None:
     """Bias correction takes that off: without noise it ends at user 0's optimum, averaging does not."""
-    problem = NoisyQuadratic(Quadratic(1, 0, 0), [Quadratic(2, 3, 0)], x0=1, local_steps=8, exchange_every=2)
+    problem = NoisyQuadratic(
+        Quadratic(1, 0, 0), [Quadratic(2, 3, 0)], x0=1, local_steps=8, exchange_every=2
+    )
     assert problem.stationary(BiasCorrection(0.5, 0.2), 0.02) == pytest.approx(0, abs=1e-12)
     assert problem.stationary(WeightedAveraging(0.5), 0.02) > 0.1

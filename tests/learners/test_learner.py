@@ -46,7 +46,9 @@ def test_a_step_is_the_rule_the_optimizer_and_the_scheduler(make_users: Users) -
 
 def test_a_state_goes_on_to_the_same_bits(make_users: Users) -> None:
     users = make_users()
-    whole, part = (learner_of(users, BiasCorrection(0.5, 0.1), optimizer=torch.optim.Adam) for _ in range(2))
+    whole, part = (
+        learner_of(users, BiasCorrection(0.5, 0.1), optimizer=torch.optim.Adam) for _ in range(2)
+    )
     for _ in range(6):
         whole.next_step().take()
     for _ in range(3):

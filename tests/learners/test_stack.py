@@ -22,7 +22,9 @@ Users = Callable[..., list[coterie.User]]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.03),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.03),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
@@ -50,8 +52,13 @@ def spec_of(users: list[coterie.User], model: nn.Module, kind: str) -> RunSpec:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_row_steps_as_a_model_by_itself_does_also_when_forked_and_saved(make_users: Users, kind: str) -> None:
-    users, slopes = make_users(), torch.randn(9, 3, 38, generator=torch.Generator().manual_seed(0)).double()
+def test_a_row_steps_as_a_model_by_itself_does_also_when_forked_and_saved(
+    make_users: Users, kind: str
+) -> None:
+    users, slopes = (
+        make_users(),
+        torch.randn(9, 3, 38, generator=torch.Generator().manual_seed(0)).double(),
+    )
     starts = torch.randn(3, 38, generator=torch.Generator().manual_seed(1)).double()
     spec = spec_of(users, network(), kind)
     stack = Stack.of(spec, starts)
@@ -98,7 +105,9 @@ def test_what_cannot_be_stacked_says_why(make_users: Users) -> None:
 
     assert not why(users, model)
     assert "mean over examples" in why(users, model, my_loss)
-    assert "buffers" in why(users, nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+    assert "buffers" in why(
+        users, nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    )
     assert "random" in why(users, nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)).double())
     assert "in memory" in why([from_disk(users[0]), *users[1:]], model)
     assert "Adafactor" in (why_not_stacked(torch.optim.Adafactor(model.parameters())) or "")
@@ -117,7 +126,9 @@ def test_elementwise_optimizers_are(name: str) -> None:
         for scale in (1.0, -2.0, 0.5):
             parameters[0].grad = scale * slope
             optimizer.step()
-    np.testing.assert_allclose(whole[0].detach(), torch.stack([row[0].detach() for row in rows]), rtol=1e-6)
+    np.testing.assert_allclose(
+        whole[0].detach(), torch.stack([row[0].detach() for row in rows]), rtol=1e-6
+    )
 
 
 def test_rows_are_stepped_together_and_forked_to_means() -> None:

@@ -33,7 +33,9 @@ def held_out_loss(x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("method", WITH_PEERS, ids=repr)
-def test_alone_takes_a_plain_step_for_each_own_gradient_of_the_method(method: methods.Method) -> None:
+def test_alone_takes_a_plain_step_for_each_own_gradient_of_the_method(
+    method: methods.Method,
+) -> None:
     run = HELD_OUT.train(method, rounds=4, lr=0.05, batch_size=4, guard="auto", evaluate_every=1)
     x, losses = START, [held_out_loss(START)]
     for step in range(4 * method.gradients_a_round):
@@ -44,8 +46,12 @@ def test_alone_takes_a_plain_step_for_each_own_gradient_of_the_method(method: me
 
 
 @pytest.mark.parametrize("method", WITH_PEERS, ids=repr)
-def test_the_rounds_are_those_without_it_and_only_own_gradients_are_added(method: methods.Method) -> None:
-    watched, free = (HELD_OUT.train(method, rounds=4, lr=0.05, guard=guard) for guard in ("held-out", "off"))
+def test_the_rounds_are_those_without_it_and_only_own_gradients_are_added(
+    method: methods.Method,
+) -> None:
+    watched, free = (
+        HELD_OUT.train(method, rounds=4, lr=0.05, guard=guard) for guard in ("held-out", "off")
+    )
     assert torch.equal(last_of(watched), last_of(free))
     assert watched.record.curve("validation_loss") == free.record.curve("validation_loss")
     ours, theirs = watched.record.end.costs, free.record.end.costs
@@ -54,7 +60,9 @@ def test_the_rounds_are_those_without_it_and_only_own_gradients_are_added(method
 
 
 @pytest.mark.parametrize("method", ON_THEIR_OWN, ids=repr)
-def test_what_asks_nobody_is_trained_alone_and_needs_no_other_beside(method: methods.Method) -> None:
+def test_what_asks_nobody_is_trained_alone_and_needs_no_other_beside(
+    method: methods.Method,
+) -> None:
     run = HELD_OUT.train(method, rounds=2, lr=0.05, guard="auto")
     assert run.alone is None
     assert run.record.end.costs["user 0"].gradients == 2 * method.gradients_a_round
@@ -68,7 +76,9 @@ def task(sign: float, noise: float = 0.5) -> tuple[coterie.User, list[coterie.Us
 
     def examples(n: int, sign: float) -> tuple[Tensor, Tensor]:
         inputs = torch.randn(n, D, generator=random)
-        return inputs, (sign * inputs @ truth + noise * torch.randn(n, generator=random)).unsqueeze(1)
+        return inputs, (sign * inputs @ truth + noise * torch.randn(n, generator=random)).unsqueeze(
+            1
+        )
 
     me = coterie.User("me", *examples(6, 1.0), validation=examples(40, 1.0), test=examples(60, 1.0))
     return me, [coterie.User(f"peer {k}", *examples(50, sign)) for k in range(4)]
@@ -91,7 +101,9 @@ def test_a_better_method_is_served_and_the_verdict_is_on_the_test_examples() -> 
     assert run.alone is not None
     inputs, targets = test.take(torch.arange(len(test)))
     with torch.no_grad():
-        ours, alone = (((model(inputs) - targets) ** 2).double().flatten() for model in (run.model, run.alone))
+        ours, alone = (
+            ((model(inputs) - targets) ** 2).double().flatten() for model in (run.model, run.alone)
+        )
     loss = run.verdict.measures["loss"]
     assert loss.difference == pytest.approx(float((ours - alone).mean()), rel=1e-5)
     assert loss.error == pytest.approx(float((ours - alone).std()) / 60**0.5, rel=1e-5)
@@ -100,7 +112,9 @@ def test_a_better_method_is_served_and_the_verdict_is_on_the_test_examples() -> 
 def test_a_worse_method_is_not_restarted_and_the_model_trained_alone_is_served() -> None:
     run, free = trained(-1.0, methods.FedAvg(3)), trained(-1.0, methods.FedAvg(3), guard="off")
     assert run.verdict.finding == "alone"
-    assert "on 40 validation examples the collaborative model was not better" in run.verdict.sentence
+    assert (
+        "on 40 validation examples the collaborative model was not better" in run.verdict.sentence
+    )
     assert set(run.record.curve("guard_restarts")[1]) == {0}
     assert torch.equal(last_of(run), last_of(free)), "`Run.models` are the method's"
     three_times = {"optimizer": torch.optim.SGD, "steps": 120, "evaluate_every": 12}
@@ -126,7 +140,9 @@ def test_steps_that_are_too_long_alone_do_not_end_a_method() -> None:
     assert run.verdict.finding == "better"
     assert run.verdict.sentence.endswith("first step: steps may be too long, try a lower `lr`.")
     assert not any(math.isnan(loss) for loss in run.record.curve("alone_validation_loss")[1])
-    assert all(parameter.isfinite().all() for parameter in run.alone.parameters()), "the best before that"
+    assert all(parameter.isfinite().all() for parameter in run.alone.parameters()), (
+        "the best before that"
+    )
 
 
 @dataclass(frozen=True)

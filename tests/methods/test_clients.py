@@ -16,7 +16,10 @@ from coterie.recording.costs import Costs
 
 def test_exact_users_are_the_users() -> None:
     engine = coterie.InProcess(
-        nn.Linear(D, 1, bias=False).double(), nn.functional.mse_loss, PROBLEM.users[0], PROBLEM.users[1:]
+        nn.Linear(D, 1, bias=False).double(),
+        nn.functional.mse_loss,
+        PROBLEM.users[0],
+        PROBLEM.users[1:],
     )
     costs = Costs(dict.fromkeys(EXACT.names, 1))
     users = Clients(engine, PROBLEM.users[0], PROBLEM.users[1:], costs)
@@ -27,9 +30,13 @@ def test_exact_users_are_the_users() -> None:
 
 
 def test_losses_move_no_running_statistics_and_drop_out_alike() -> None:
-    model = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+    ).double()
     engine = coterie.InProcess(model, nn.functional.mse_loss, PROBLEM.users[0], PROBLEM.users[1:])
-    users = Clients(engine, PROBLEM.users[0], PROBLEM.users[1:], Costs(dict.fromkeys(EXACT.names, 1)))
+    users = Clients(
+        engine, PROBLEM.users[0], PROBLEM.users[1:], Costs(dict.fromkeys(EXACT.names, 1))
+    )
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     points = engine.passes.parameters.vector().expand(N, -1)
     first, again = users.losses(points, 3), users.losses(points, 3)
@@ -40,7 +47,9 @@ def test_losses_move_no_running_statistics_and_drop_out_alike() -> None:
 @pytest.mark.parametrize("method", [SVRG(2), SAGA(2), Mime(2)], ids=repr)
 def test_methods_that_go_through_all_examples_refuse_a_stream(method: Method) -> None:
     def fresh(size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        inputs = torch.randn(size, D, generator=torch.Generator().manual_seed(seed % 2**40 + step)).double()
+        inputs = torch.randn(
+            size, D, generator=torch.Generator().manual_seed(seed % 2**40 + step)
+        ).double()
         return inputs, inputs.sum(1, keepdim=True)
 
     model = torch.nn.Linear(D, 1, bias=False).double()

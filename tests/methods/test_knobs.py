@@ -57,7 +57,10 @@ from coterie.errors import KnobError
         (lambda: methods.PFedMe(inner_lr=0.0), "`inner_lr`"),
         (lambda: methods.FedRep(head_steps=0), "`head_steps`"),
         (lambda: methods.FedPer(head="classifier"), "`head`.*write"),
-        (lambda: PROBLEM.train(methods.FedPer(head=["nowhere"]), rounds=1, lr=0.1), "'nowhere'.*it has weight"),
+        (
+            lambda: PROBLEM.train(methods.FedPer(head=["nowhere"]), rounds=1, lr=0.1),
+            "'nowhere'.*it has weight",
+        ),
         (lambda: PROBLEM.train(methods.FedPer(), rounds=1, lr=0.1), "nothing would be shared"),
         (lambda: PROBLEM.train(methods.FedBN(), rounds=1, lr=0.1), "BatchNorm.*FedAvg"),
         (lambda: methods.Sampled(methods.FedAvg(), peers=0), "`peers`"),

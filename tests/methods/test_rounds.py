@@ -63,12 +63,18 @@ def test_costs_are_counted_by_user(method: methods.Method) -> None:
     )  # of blocks that are all examples together
     assert costs["user 0"].gradients == before + 5 * method.gradients_a_round
     assert costs["user 1"].examples == 20 * (costs["user 1"].gradients - max(0, before - 1))
-    assert costs["user 0"].numbers_received == sum(costs[f"user {k}"].numbers_sent for k in range(1, N))
-    assert costs["user 0"].numbers_sent == sum(costs[f"user {k}"].numbers_received for k in range(1, N))
+    assert costs["user 0"].numbers_received == sum(
+        costs[f"user {k}"].numbers_sent for k in range(1, N)
+    )
+    assert costs["user 0"].numbers_sent == sum(
+        costs[f"user {k}"].numbers_received for k in range(1, N)
+    )
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_resumed_run_is_the_run_that_was_never_stopped(method: methods.Method, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_that_was_never_stopped(
+    method: methods.Method, tmp_path: Path
+) -> None:
     def train(out: Path, **more: Any) -> coterie.Run:
         how: dict[str, Any] = {"evaluate_every": 3, "guard": "auto", "out": out} | more
         return HELD_OUT.train(method, rounds=9, lr=0.05, batch_size=4, **how)
@@ -131,10 +137,14 @@ def test_a_round_draws_the_batches_it_counts(method: methods.Method) -> None:
 
 
 def test_a_peer_whose_gradient_is_not_finite_takes_no_step_and_is_counted() -> None:
-    bad = coterie.User("bad", torch.full((4, D), torch.inf, dtype=torch.float64), torch.zeros(4, 1).double())
+    bad = coterie.User(
+        "bad", torch.full((4, D), torch.inf, dtype=torch.float64), torch.zeros(4, 1).double()
+    )
     me, *peers = PROBLEM.users
     model = nn.Linear(D, 1, bias=False).double()
-    run = coterie.train(model, nn.functional.mse_loss, me, [*peers, bad], methods.FedAvg(2), lr=0.05, steps=3)
+    run = coterie.train(
+        model, nn.functional.mse_loss, me, [*peers, bad], methods.FedAvg(2), lr=0.05, steps=3
+    )
     assert run.record.end.left_out == {"bad": {"not finite": 3}}
     assert torch.isfinite(weights_of(run)).all()
 

@@ -32,7 +32,9 @@ def test_it_equals_the_exact_shapley_values_over_all_orders() -> None:
     for name in NAMES:
         assert found[name].shapley.value == pytest.approx(exact[name], abs=0.03)
     total = sum(one.shapley.value for one in found.values())
-    assert total == pytest.approx(float((losses_of(frozenset()) - losses_of(frozenset(NAMES))).mean()))
+    assert total == pytest.approx(
+        float((losses_of(frozenset()) - losses_of(frozenset(NAMES))).mean())
+    )
     assert found["b"].leave_one_out.value == pytest.approx(0.0)  # a replaces it
     assert found["b"].shapley.value > 0.5
 

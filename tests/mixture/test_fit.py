@@ -14,7 +14,9 @@ from coterie.mixture.posterior import Priors, Rows
 from coterie.mixture.scaling import Scaling
 
 
-def regression(random: np.random.Generator, *, stranger: bool = False) -> tuple[list[tuple[Array, Array]], Array]:
+def regression(
+    random: np.random.Generator, *, stranger: bool = False
+) -> tuple[list[tuple[Array, Array]], Array]:
     """Return user 0 with 40 rows and 8 peers with 200, who differ in one of 8 coefficients; and user 0's truth."""
     centre, spread = random.normal(size=8), np.array([0.05] * 7 + [1.0])
     users, truths = [], []
@@ -41,7 +43,10 @@ def test_planted_regression_beside_ridge(stranger: bool, most: float) -> None:
 def test_what_judges_a_row_has_not_seen_its_fold() -> None:
     """Other targets in a fold change no output for that fold: not of a candidate, not of the constant."""
     random = np.random.default_rng(0)
-    x, y = np.column_stack([random.normal(size=(20, 3)), np.ones(20)]), np.eye(2)[random.integers(0, 2, 20)]
+    x, y = (
+        np.column_stack([random.normal(size=(20, 3)), np.ones(20)]),
+        np.eye(2)[random.integers(0, 2, 20)],
+    )
     folds = folds_of(y, 4, 0, classes=True)
     other = np.where((folds == 1)[:, None], 1 - y, y)
     priors = {"alone": Priors(np.zeros((4, 1, 2)), flat_prior(4, 2, intercept=True), np.ones(1))}
@@ -61,7 +66,11 @@ def test_what_judges_a_row_has_not_seen_its_fold() -> None:
 
 def test_the_mixture_of_a_fold_is_weighed_without_it() -> None:
     random = np.random.default_rng(1)
-    outputs, y, folds = random.normal(size=(12, 3, 1)), random.normal(size=(12, 1)), np.arange(12) % 3
+    outputs, y, folds = (
+        random.normal(size=(12, 3, 1)),
+        random.normal(size=(12, 1)),
+        np.arange(12) % 3,
+    )
     other = np.where((folds == 0)[:, None], y + 9, y)
     one, two = (mixed(SQUARED, outputs, each, folds, np.full(3, 1 / 3)) for each in (y, other))
     np.testing.assert_array_equal(one.outputs[folds == 0], two.outputs[folds == 0])
@@ -75,7 +84,9 @@ def test_weights_are_those_of_a_plain_loop() -> None:
     noise = 2 * 3.0 / 10  # the least mean squared error; a total is half a sum of squares
     raw = [p * math.exp(-t / noise) for p, t in zip(prior, totals, strict=True)]
     np.testing.assert_allclose(weights_of(totals, 10, 1, prior, SQUARED), np.array(raw) / sum(raw))
-    np.testing.assert_allclose(weights_of(np.array([np.nan, 1.0, 2.0]), 10, 1, prior, SOFTMAX)[0], 0)
+    np.testing.assert_allclose(
+        weights_of(np.array([np.nan, 1.0, 2.0]), 10, 1, prior, SOFTMAX)[0], 0
+    )
     np.testing.assert_allclose([halves(np.arange(3) < 3).sum(), halves(np.arange(7) < 2).sum()], 1)
 
 
@@ -91,11 +102,15 @@ def test_targets_and_columns_in_other_units_give_the_same() -> None:
 
 
 def finite(fitted: Fitted) -> bool:
-    return bool(np.isfinite(fitted.served.parameters).all() and np.isfinite(fitted.alone.parameters).all())
+    return bool(
+        np.isfinite(fitted.served.parameters).all() and np.isfinite(fitted.alone.parameters).all()
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 40])
-@pytest.mark.parametrize("family", [SQUARED, SOFTMAX, LOGISTIC, POISSON], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [SQUARED, SOFTMAX, LOGISTIC, POISSON], ids=lambda family: family.name
+)
 def test_bad_peers_and_few_rows(n: int, family: Family) -> None:
     """One row, one class, NaN, 10⁹ times the scale, collinear and constant columns: survived."""
     random = np.random.default_rng(n)
@@ -117,7 +132,10 @@ def test_bad_peers_and_few_rows(n: int, family: Family) -> None:
 
 def test_more_columns_than_rows() -> None:
     random = np.random.default_rng(0)
-    users = [(x := random.normal(size=(n, 120)), x[:, :3].sum(1) + random.normal(size=n)) for n in (15, 60, 60)]
+    users = [
+        (x := random.normal(size=(n, 120)), x[:, :3].sum(1) + random.normal(size=n))
+        for n in (15, 60, 60)
+    ]
     assert finite(fit_here(*users[0], users[1:], SQUARED))
 
 
@@ -129,7 +147,8 @@ def test_noise_is_answered_by_no_more_than_the_constant() -> None:
         users = [(random.normal(size=(n, 5)), random.normal(size=n)) for n in (30, 60, 60, 60)]
         fitted = fit_here(*users[0], users[1:], SQUARED)
         excess.append(
-            np.square(fitted.served.parameters).sum() - np.square(fitted.entries["constant"].parameters).sum()
+            np.square(fitted.served.parameters).sum()
+            - np.square(fitted.entries["constant"].parameters).sum()
         )
     assert np.mean(excess) < 0.05
 
@@ -142,12 +161,22 @@ def test_peers_that_lie_cost_little(lie: str, liars: int) -> None:
     for seed in range(8):
         random = np.random.default_rng(seed)
         truth = random.normal(size=5)
-        users = [(x := random.normal(size=(n, 5)), x @ truth + random.normal(size=n)) for n in [30] + [60] * 10]
+        users = [
+            (x := random.normal(size=(n, 5)), x @ truth + random.normal(size=n))
+            for n in [30] + [60] * 10
+        ]
         for k in range(1, liars + 1):
             x, y = users[k]
-            lies = {"contrary": -y, "huge": 1e6 * y, "noise": random.normal(size=60), "constant": np.full(60, 9.0)}
+            lies = {
+                "contrary": -y,
+                "huge": 1e6 * y,
+                "noise": random.normal(size=60),
+                "constant": np.full(60, 9.0),
+            }
             users[k] = x, lies[lie]
         fitted = fit_here(*users[0], users[1:], SQUARED)
-        served, alone = (np.square(one.parameters[:5, 0] - truth).sum() for one in (fitted.served, fitted.alone))
+        served, alone = (
+            np.square(one.parameters[:5, 0] - truth).sum() for one in (fitted.served, fitted.alone)
+        )
         differences.append(served - alone)
     assert np.mean(differences) <= 3 * np.std(differences, ddof=1) / len(differences) ** 0.5

@@ -25,7 +25,11 @@ def test_the_module_served_gives_the_outputs_that_were_judged(family: Family) ->
     torch.manual_seed(0)
     random = np.random.default_rng(0)
     x, k = random.normal(size=(40, 3)), 3
-    y = random.integers(0, 3, size=(40, k)).astype(float) if family.name != "softmax" else np.eye(3)[x.argmax(1)]
+    y = (
+        random.integers(0, 3, size=(40, k)).astype(float)
+        if family.name != "softmax"
+        else np.eye(3)[x.argmax(1)]
+    )
     y = (y > 1).astype(float) if family.name == "logistic" else y
     one, two = network(3, k), network(3, k)
     parameters = random.normal(size=(4, 5, k)) * 0.1
@@ -76,7 +80,13 @@ def test_others_join_a_fit_and_small_parts_are_left_out() -> None:
 
     def others(folds: Array) -> list[Candidates]:
         assert folds.shape == (40,)
-        return [Candidates("nets", np.concatenate([sure, -sure], 1), predictors=[Predictor(good), Predictor(bad)])]
+        return [
+            Candidates(
+                "nets",
+                np.concatenate([sure, -sure], 1),
+                predictors=[Predictor(good), Predictor(bad)],
+            )
+        ]
 
     fitted = fit_here(*users[0], users[1:], SOFTMAX, 2, others=others)
     assert fitted.entries["nets"].weight > 0.9
@@ -85,7 +95,10 @@ def test_others_join_a_fit_and_small_parts_are_left_out() -> None:
 
 def test_a_mixture_is_saved_loaded_and_trained_on(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    parts = [Predictor(network(3, 2), 1.5), Predictor(linear_model(np.ones((4, 2)), intercept=True))]
+    parts = [
+        Predictor(network(3, 2), 1.5),
+        Predictor(linear_model(np.ones((4, 2)), intercept=True)),
+    ]
     model = MixedPredictions(parts, [0.3, 0.7], "softmax")
     save_model(tmp_path, model, "mlp", 3, 2)
     x = torch.randn(7, 3)

@@ -36,8 +36,12 @@ def test_logistic_and_poisson() -> None:
     model = LogisticRegression(C=2.0, fit_intercept=False, tol=1e-10, max_iter=5000).fit(X, y)
     np.testing.assert_allclose(found[:, 0, 0], model.coef_[0], atol=1e-5)
     counts = RANDOM.poisson(np.exp(0.3 * X[:, 1]))
-    found = most_probable(Rows(X, counts[:, None].astype(float)), POISSON, one_prior(1 / 6, 1), tolerance=1e-8)
-    poisson = PoissonRegressor(alpha=0.1, fit_intercept=False, tol=1e-10, max_iter=5000).fit(X, counts)
+    found = most_probable(
+        Rows(X, counts[:, None].astype(float)), POISSON, one_prior(1 / 6, 1), tolerance=1e-8
+    )
+    poisson = PoissonRegressor(alpha=0.1, fit_intercept=False, tol=1e-10, max_iter=5000).fit(
+        X, counts
+    )
     np.testing.assert_allclose(found[:, 0, 0], poisson.coef_, atol=1e-5)
 
 
@@ -54,9 +58,13 @@ def test_many_priors_at_once_are_each_for_itself(family: Family) -> None:
     together = most_probable(Rows(X, targets), family, priors, seen)
     for b in range(4):
         kept = seen[:, b] > 0
-        one = Priors(priors.mean[:, b : b + 1], priors.variance[:, b : b + 1], priors.noise[b : b + 1])
+        one = Priors(
+            priors.mean[:, b : b + 1], priors.variance[:, b : b + 1], priors.noise[b : b + 1]
+        )
         alone = most_probable(Rows(X[kept], targets[kept]), family, one)
-        np.testing.assert_allclose(together[:, b], alone[:, 0], atol=2e-4 * np.sqrt(priors.variance[:, b].max()))
+        np.testing.assert_allclose(
+            together[:, b], alone[:, 0], atol=2e-4 * np.sqrt(priors.variance[:, b].max())
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
@@ -68,10 +76,18 @@ def test_slopes_and_curvatures_are_derivatives(family: Family) -> None:
     for j in range(k):
         there = np.zeros(k)
         there[j] = small
-        by_loss = (family.losses(outputs + there, targets) - family.losses(outputs - there, targets)) / 2 / small
+        by_loss = (
+            (family.losses(outputs + there, targets) - family.losses(outputs - there, targets))
+            / 2
+            / small
+        )
         np.testing.assert_allclose(slope[:, j], by_loss, atol=1e-8)
-        by_slope = (family.predict(outputs + there) - family.predict(outputs - there))[:, j] / 2 / small
-        np.testing.assert_allclose(family.curvature(family.predict(outputs))[:, j], by_slope, atol=1e-8)
+        by_slope = (
+            (family.predict(outputs + there) - family.predict(outputs - there))[:, j] / 2 / small
+        )
+        np.testing.assert_allclose(
+            family.curvature(family.predict(outputs))[:, j], by_slope, atol=1e-8
+        )
     assert np.isfinite(family.losses(1e6 * outputs, targets)).all()
 
 
@@ -79,10 +95,14 @@ def test_both_systems_of_the_squared_loss_agree() -> None:
     """More columns than rows and fewer: the same posterior by the inverse of D and of n."""
     y = RANDOM.normal(size=(4, 1))
     few = Rows(X[:4], y)
-    priors = Priors(RANDOM.normal(size=(5, 1, 1)), RANDOM.uniform(0.1, 3, (5, 1, 1)), np.array([0.7]))
+    priors = Priors(
+        RANDOM.normal(size=(5, 1, 1)), RANDOM.uniform(0.1, 3, (5, 1, 1)), np.array([0.7])
+    )
     precision = X[:4].T @ X[:4] / 0.7 + np.diag(1 / priors.variance[:, 0, 0])
     right = X[:4].T @ y / 0.7 + (priors.mean / priors.variance)[:, 0]
-    np.testing.assert_allclose(most_probable(few, SQUARED, priors)[:, 0], np.linalg.solve(precision, right))
+    np.testing.assert_allclose(
+        most_probable(few, SQUARED, priors)[:, 0], np.linalg.solve(precision, right)
+    )
     variance = posterior_variance(few, SQUARED, priors, priors.mean)
     np.testing.assert_allclose(variance[:, 0, 0], np.diag(np.linalg.inv(precision)))
 

@@ -6,7 +6,15 @@ from coterie.mixture.families import SQUARED, Array
 from coterie.mixture.fit import asks_here, driven
 from coterie.mixture.peer import FARTHEST, Posterior, bounded, posterior
 from coterie.mixture.posterior import Priors, Rows
-from coterie.mixture.prior import EXCHANGES, POOLED, RELAXED, Answer, Question, find_priors, maximised
+from coterie.mixture.prior import (
+    EXCHANGES,
+    POOLED,
+    RELAXED,
+    Answer,
+    Question,
+    find_priors,
+    maximised,
+)
 
 RANDOM = np.random.default_rng(0)
 
@@ -28,7 +36,9 @@ def test_the_m_step_is_that_of_a_plain_loop() -> None:
     first = sum(t * (x - mean) for t, x in zip(tau, modes, strict=True))
     given = sums._replace(
         first=np.full((1, 1, 1), first),
-        second=np.full((1, 1, 1), sum(t * (x - mean) ** 2 for t, x in zip(tau, modes, strict=True))),
+        second=np.full(
+            (1, 1, 1), sum(t * (x - mean) ** 2 for t, x in zip(tau, modes, strict=True))
+        ),
         variance=np.full((1, 1, 1), float(tau @ variances)),
     )
     priors = Priors(np.full((1, 1, 1), mean), np.full((1, 1, 1), variance), np.ones(1))
@@ -36,7 +46,9 @@ def test_the_m_step_is_that_of_a_plain_loop() -> None:
     n = 1 / sum(t**2 for t in tau)
     relaxed = min(RELAXED, 1 / (1 - tau @ variances / variance))
     expected = (mean + relaxed * first) * n / (n + variance)
-    spread = sum(t * ((x - expected) ** 2 + v) for t, x, v in zip(tau, modes, variances, strict=True))
+    spread = sum(
+        t * ((x - expected) ** 2 + v) for t, x, v in zip(tau, modes, variances, strict=True)
+    )
     np.testing.assert_allclose([new.mean.item(), new.variance.item()], [expected, spread])
 
 
@@ -57,7 +69,9 @@ def test_planted_users_are_found() -> None:
     assert 0.5 < found.priors.variance[2, 0, 0] < 2
     np.testing.assert_allclose(found.priors.noise[0], 1, atol=0.1)
     everybody = np.linalg.lstsq(
-        np.concatenate([p.inputs for p in peers]), np.concatenate([p.targets for p in peers]), rcond=None
+        np.concatenate([p.inputs for p in peers]),
+        np.concatenate([p.targets for p in peers]),
+        rcond=None,
     )[0]
     np.testing.assert_allclose(found.pooled[:, 0], everybody, atol=0.01)
 
@@ -67,7 +81,9 @@ def test_who_is_contrary_is_not_listened_to() -> None:
     centre = np.array([1.0, 1.0, 1.0])
     peers = planted(6, 80, centre, np.zeros(3)) + planted(6, 80, -centre, np.zeros(3))
     own = planted(1, 30, centre, np.zeros(3))[0]
-    found = driven(find_priors(own, SQUARED, np.ones((30, 1)), np.full(12, 80.0)), asks_here(peers, SQUARED))
+    found = driven(
+        find_priors(own, SQUARED, np.ones((30, 1)), np.full(12, 80.0)), asks_here(peers, SQUARED)
+    )
     assert found.tau[0, 6:].sum() < 0.2
     everybody, chosen = np.abs(found.priors.mean[:, :, 0] - centre[:, None]).max(0)
     assert chosen < 0.5 < everybody
@@ -81,7 +97,10 @@ def test_one_exchange_with_a_liar_moves_no_more_than_is_stated() -> None:
     most = FARTHEST * np.sqrt(0.3)
     for lie in (1e12, -1e12, 3.0, -3.0):
         sent = bounded(
-            honest._replace(**dict.fromkeys(("first", "second", "variance"), np.full((2, 1, 1), lie))), priors
+            honest._replace(
+                **dict.fromkeys(("first", "second", "variance"), np.full((2, 1, 1), lie))
+            ),
+            priors,
         )
         results = []
         for last in (honest, sent):
@@ -89,7 +108,10 @@ def test_one_exchange_with_a_liar_moves_no_more_than_is_stated() -> None:
             results.append(maximised(priors, Answer(Posterior.of(flat, 2, 1), np.ones(1)), weights))
         without, with_it = results
         assert np.abs(with_it.mean - without.mean).max() <= RELAXED * 2 * 0.1 * most
-        assert np.abs(with_it.variance).max() <= without.variance.max() + 0.1 * 26 * 0.3 + most**2 * 0.1
+        assert (
+            np.abs(with_it.variance).max()
+            <= without.variance.max() + 0.1 * 26 * 0.3 + most**2 * 0.1
+        )
 
 
 def test_sums_are_all_that_is_used() -> None:

@@ -69,7 +69,12 @@ def test_results_have_the_promised_names_and_fields(figures: dict[str, Any]) -> 
         series = figures[name]["series"]
         assert list(series) == labels
         for label, one in series.items():
-            assert list(one) == ["exact_final", "exact_stationary", "sampled_final_mean", "sampled_final_se"]
+            assert list(one) == [
+                "exact_final",
+                "exact_stationary",
+                "sampled_final_mean",
+                "sampled_final_se",
+            ]
             assert math.isfinite(one["exact_final"])
             assert figures[name]["curves"][label]["exact"][-1] == one["exact_final"]
 
@@ -85,7 +90,10 @@ def test_sampled_runs_agree_with_the_exact_values(figures: dict[str, Any]) -> No
 
 
 def test_the_paper_figures_settle_at_the_known_levels(figures: dict[str, Any]) -> None:
-    levels = {name: {k: s["exact_stationary"] for k, s in figures[name]["series"].items()} for name in LABELS}
+    levels = {
+        name: {k: s["exact_stationary"] for k, s in figures[name]["series"].items()}
+        for name in LABELS
+    }
     assert levels["comparison"]["alone"] == pytest.approx(2.50e-3, rel=1e-3)
     assert levels["comparison"]["bc"] == pytest.approx(9.375e-4, rel=1e-4)
     assert f"{levels['comparison']['wga']:.2e}" == "2.52e-03"
@@ -148,7 +156,11 @@ def test_closed_forms_are_drawn_as_such(figures: dict[str, Any]) -> None:
 
 
 def test_a_mean_is_estimated_as_the_weighted_mean(figures: dict[str, Any]) -> None:
-    for label, alpha in (("alone", 0.0), ("equal", 10 / 11), ("best_at_1000", 1 / (1 + 0.1 + 0.09 * 1000 / 100))):
+    for label, alpha in (
+        ("alone", 0.0),
+        ("equal", 10 / 11),
+        ("best_at_1000", 1 / (1 + 0.1 + 0.09 * 1000 / 100)),
+    ):
         curve = figures["mean_estimation"]["curves"][label]
         variance = 100 * ((1 - alpha) ** 2 + alpha**2 / 10) / np.array(curve["x"])
         np.testing.assert_allclose(curve["exact"], (variance + (0.3 * alpha) ** 2) / 2, rtol=1e-9)
@@ -168,12 +180,15 @@ def test_correction_wins_where_objectives_drift_together(figures: dict[str, Any]
     final = finals(figures, "drift")
 
     def kalman(variance: float, drift: float = 1e-4) -> float:
-        return (drift + math.sqrt(drift**2 + 4 * drift * variance)) / 4  # half the predicted variance
+        # half the predicted variance
+        return (drift + math.sqrt(drift**2 + 4 * drift * variance)) / 4
 
     assert final["alone"] == pytest.approx(kalman(100), rel=1e-4)
     for n_peers in (10, 100):
         assert final[f"oracle_{n_peers}"] == pytest.approx(kalman(100 / (n_peers + 1)), rel=1e-3)
-        assert final[f"oracle_{n_peers}"] < final[f"bc_{n_peers}"] < 1.3 * final[f"oracle_{n_peers}"]
+        assert (
+            final[f"oracle_{n_peers}"] < final[f"bc_{n_peers}"] < 1.3 * final[f"oracle_{n_peers}"]
+        )
     assert final["wga_100"] == pytest.approx(final["alone"], rel=0.01)
 
 
@@ -194,25 +209,39 @@ def test_forgetting_the_bias_only_hurts_in_the_drift_problem() -> None:
     for setting in drifting_optimum(DRIFT_STEPS):
         if isinstance(setting.rule, BiasCorrection):
             for beta in (1e-4, 1e-3, 1e-2):
-                other = dataclasses.replace(setting, rule=dataclasses.replace(setting.rule, beta=beta))
+                other = dataclasses.replace(
+                    setting, rule=dataclasses.replace(setting.rule, beta=beta)
+                )
                 assert setting.final(DRIFT_STEPS) < other.final(DRIFT_STEPS)
 
 
 def test_decreasing_knobs_do_not_depend_on_the_horizon() -> None:
     problem: NoisyQuadratic = paper_problem()
-    short, long = (decreasing_steps(problem, 10, steps, bias_floor=8)[2] for steps in (100_000, 400_000))
+    short, long = (
+        decreasing_steps(problem, 10, steps, bias_floor=8)[2] for steps in (100_000, 400_000)
+    )
     assert short.knobs == long.knobs
 
 
-@pytest.mark.parametrize("name", ["comparison", "bias_on_bc", "peers_on_bc", "tuned_comparison", "drift"])
+@pytest.mark.parametrize(
+    "name", ["comparison", "bias_on_bc", "peers_on_bc", "tuned_comparison", "drift"]
+)
 def test_losses_in_the_text_are_those_of_the_figure(name: str, figures: dict[str, Any]) -> None:
     quoted = re.findall(r"\d\.(\d+)e-(\d)|(?<!\d)\.(\d{4})", STUDIES[name].finding)
-    numbers = [match[0] for match in re.finditer(r"\d\.\d+e-\d|(?<!\d)\.\d{4}", STUDIES[name].finding)]
-    values = [one[key] for one in figures[name]["series"].values() for key in ("exact_final", "exact_stationary")]
+    numbers = [
+        match[0] for match in re.finditer(r"\d\.\d+e-\d|(?<!\d)\.\d{4}", STUDIES[name].finding)
+    ]
+    values = [
+        one[key]
+        for one in figures[name]["series"].values()
+        for key in ("exact_final", "exact_stationary")
+    ]
     assert numbers
     for number, (digits, exponent, decimals) in zip(numbers, quoted, strict=True):
         unit = 10.0 ** -(len(digits) + int(exponent)) if digits else 10.0 ** -len(decimals)
-        assert any(abs(value - float(number)) <= 0.501 * unit for value in values if value is not None), number
+        assert any(
+            abs(value - float(number)) <= 0.501 * unit for value in values if value is not None
+        ), number
 
 
 def test_speedups_in_the_text_are_those_of_the_figure(figures: dict[str, Any]) -> None:

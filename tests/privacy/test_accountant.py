@@ -13,14 +13,17 @@ from coterie.privacy.accountant import MAX_KINDS, Budget, Event, epsilon_of, lea
 from coterie.privacy.privacy import LEAST_DELTA, Privacy
 
 
-@pytest.mark.parametrize(("noise", "count", "delta"), [(1.0, 1, 1e-5), (5.0, 50, 1e-4), (20.0, 100, 1e-6)])
+@pytest.mark.parametrize(
+    ("noise", "count", "delta"), [(1.0, 1, 1e-5), (5.0, 50, 1e-4), (20.0, 100, 1e-6)]
+)
 def test_without_sampling_it_is_the_gaussians_own(noise: float, count: int, delta: float) -> None:
     ours = epsilon_of({Event(1.0, noise): count}, delta)
     assert ours == pytest.approx(exact_gaussian(noise, count, delta), rel=5e-3)
 
 
 @pytest.mark.parametrize(
-    ("rate", "noise", "count", "delta"), [(0.01, 1.0, 1000, 1e-5), (0.1, 2.0, 200, 1e-4), (0.3, 1.0, 1, 1e-3)]
+    ("rate", "noise", "count", "delta"),
+    [(0.01, 1.0, 1000, 1e-5), (0.1, 2.0, 200, 1e-4), (0.3, 1.0, 1, 1e-3)],
 )
 def test_with_sampling_it_is_what_another_accountant_says(
     rate: float, noise: float, count: int, delta: float
@@ -37,7 +40,8 @@ def test_it_is_what_dp_accounting_says_of_the_same_events() -> None:
     theirs.compose(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(2.0)), 50)
     theirs.compose(dp.GaussianDpEvent(9.0), 3)
     ours = epsilon_of({Event(0.1, 2.0): 50, Event(1.0, 9.0): 3}, 1e-5)
-    assert ours == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-3)  # which tells losses apart more finely
+    # which tells losses apart more finely
+    assert ours == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-3)
     assert epsilon_of({}, 1e-5) == 0
 
 
@@ -67,7 +71,8 @@ def test_no_other_events_are_there(rate: float, noise: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [{Event(0.01, 1.0): 1000}, {Event(0.01 * k, 2.0): 10 for k in range(1, MAX_KINDS + 1)}]
+    "events",
+    [{Event(0.01, 1.0): 1000}, {Event(0.01 * k, 2.0): 10 for k in range(1, MAX_KINDS + 1)}],
 )
 def test_no_delta_is_so_small_that_the_accountant_has_lost_it(events: dict[Event, int]) -> None:
     """Rényi divergences give a looser bound, of which no tail is left away; below, it would be the tighter one."""
@@ -96,7 +101,10 @@ def test_kinds_that_are_merged_cost_no_less_and_keep_their_number(most: int) -> 
 
 def test_kinds_that_become_alike_are_all_counted() -> None:
     events = {Event(0.1, 2.0): 1, Event(0.2, 1.0): 2, Event(0.2, 2.0): 4}
-    assert merged(events, 2) in ({Event(0.1, 2.0): 1, Event(0.2, 1.0): 6}, {Event(0.2, 1.0): 3, Event(0.2, 2.0): 4})
+    assert merged(events, 2) in (
+        {Event(0.1, 2.0): 1, Event(0.2, 1.0): 6},
+        {Event(0.2, 1.0): 3, Event(0.2, 2.0): 4},
+    )
     assert merged(events, 1) == {Event(0.2, 1.0): 7}
 
 

@@ -28,7 +28,9 @@ def test_inputs_are_taken_apart_where_they_are_independent() -> None:
 
 
 @pytest.mark.parametrize(("kind", "images"), [("algebra", 8), ("search", 2)])
-def test_a_row_of_one_example_gives_it_away_and_a_private_one_does_not(kind: str, images: int) -> None:
+def test_a_row_of_one_example_gives_it_away_and_a_private_one_does_not(
+    kind: str, images: int
+) -> None:
     job = leakage.Job("digits", None, kind, 1, images=images, iterations=60)
     plain, private = (leakage.reconstructed(job, VIEWS[name]) for name in ("row", "ε = 0.5"))
     assert plain["rates"] == [1.0] * images

@@ -32,8 +32,12 @@ def test_a_sum_is_that_of_its_parts(n: int) -> None:
     agreed, masks = fixed_keys(n, weights=weights)
     for step in range(20):
         rows = rng.normal(scale=0.1, size=(n, 50)).astype(np.float32)
-        found = total([m.masked(row, b"%d" % step) for m, row in zip(masks, rows, strict=True)], agreed)
-        np.testing.assert_allclose(found, np.array(weights) @ rows.astype(np.float64), atol=2 * n * 16 / 2**31)
+        found = total(
+            [m.masked(row, b"%d" % step) for m, row in zip(masks, rows, strict=True)], agreed
+        )
+        np.testing.assert_allclose(
+            found, np.array(weights) @ rows.astype(np.float64), atol=2 * n * 16 / 2**31
+        )
 
 
 def test_the_largest_entries_do_not_wrap_around() -> None:
@@ -57,12 +61,16 @@ def test_what_cannot_be_added_is_an_error() -> None:
 def test_the_steps_of_rounding_tell_nothing_of_one_site(part_of_a_unit: float) -> None:
     """Where units are as coarse as entries, mean and variance of a part are the same at every place in a step.
 
-    Without dither the part of a site is a step function of its entry, and user 0 finds the step by bisection.
+    Without dither the part of a site is a step function of its entry, and user 0 finds the step by
+    bisection.
     """
     agreed, masks = fixed_keys(2, largest=2.0**31)
     entry = np.full(200_000, 2 * (7 + part_of_a_unit) / agreed.scale)  # τ is 1/2
     step = 2 * entry / agreed.scale
-    found = (total([masks[0].masked(entry, b"x"), masks[1].masked(0 * entry, b"x")], agreed) * agreed.scale).round()
+    found = (
+        total([masks[0].masked(entry, b"x"), masks[1].masked(0 * entry, b"x")], agreed)
+        * agreed.scale
+    ).round()
     assert abs(found.mean() - (7 + part_of_a_unit)) < 6 * np.sqrt(0.5 / len(step))
     assert abs(found.var() - 0.5) < 0.01  # 1/4 of each site, where rounding alone has from 0 to 1/4
 
@@ -126,7 +134,10 @@ def test_masks_of_another_agreement_do_not_cancel() -> None:
     """The same keys with another τ, as from a lead who tells sites different things."""
     made = {site: Identity(site).offer() for site in "abc"}
     offers = {site: offer for site, (_, offer) in made.items()}
-    told = [Agreement(dict(zip("abc", w, strict=True)), 16.0, offers) for w in ([0.4, 0.3, 0.3], [0.3, 0.4, 0.3])]
+    told = [
+        Agreement(dict(zip("abc", w, strict=True)), 16.0, offers)
+        for w in ([0.4, 0.3, 0.3], [0.3, 0.4, 0.3])
+    ]
     parts = [Masks(s, made[s][0], told[s == "c"]).masked(np.zeros(200_000), b"") for s in "abc"]
     assert p_value(parts[0] + parts[1] + parts[2]) > 1e-6
     with pytest.raises(MaskError, match="do not cancel"):
@@ -153,7 +164,11 @@ def test_different_questions_have_different_digests(one: Any, other: Any) -> Non
 def test_a_key_is_taken_from_its_site_only() -> None:
     _, offer = Identity("a").offer()
     stolen = Identity("b").offer()[1].message() | {"key": offer.key.hex()}
-    for site, message in {"b": stolen, "a": offer.message() | {"site": "b"}, "c": offer.message()}.items():
+    for site, message in {
+        "b": stolen,
+        "a": offer.message() | {"site": "b"},
+        "c": offer.message(),
+    }.items():
         with pytest.raises(MaskError, match=f"the key of '{site}' is not"):
             Offer.read(site, message)
     weak = Offer("a", bytes(32), offer.identity, offer.signature)

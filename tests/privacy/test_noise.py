@@ -48,9 +48,13 @@ def test_noise_is_made_of_the_stream_that_the_standard_says() -> None:
     half = CHUNK // 2
     stream = b"".join(chacha20_block(key, counter) for counter in (0, half // 8))
     radii, angles = (
-        [((word >> 11) + 1) / 2**53 for word in struct.unpack("<8Q", stream[64 * k : 64 * k + 64])] for k in (0, 1)
+        [((word >> 11) + 1) / 2**53 for word in struct.unpack("<8Q", stream[64 * k : 64 * k + 64])]
+        for k in (0, 1)
     )
-    expected = [math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v) for u, v in zip(radii, angles, strict=True)]
+    expected = [
+        math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v)
+        for u, v in zip(radii, angles, strict=True)
+    ]
     assert next(normals_of(key, CHUNK))[:8].tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -63,7 +67,17 @@ def test_noise_for_a_gpu_is_there_and_as_large() -> None:
 
 def chacha20_block(key: bytes, counter: int) -> bytes:
     """Return a block of the stream by the steps of RFC 8439."""
-    words = [0x61707865, 0x3320646E, 0x79622D32, 0x6B206574, *struct.unpack("<8I", key), counter, 0, 0, 0]
+    words = [
+        0x61707865,
+        0x3320646E,
+        0x79622D32,
+        0x6B206574,
+        *struct.unpack("<8I", key),
+        counter,
+        0,
+        0,
+        0,
+    ]
     state = words.copy()
 
     def rotated(value: int, by: int) -> int:
@@ -88,7 +102,9 @@ def test_every_example_takes_part_by_itself() -> None:
         sample[poisson_sample(10, 0.3)] = 1
     assert samples.mean(0).sub(0.3).abs().max() < 5 * math.sqrt(0.21 / 4000)
     sizes = samples.sum(1)
-    assert float(sizes.var()) == pytest.approx(10 * 0.21, rel=0.2), "the size of a sample is random too"
+    assert float(sizes.var()) == pytest.approx(10 * 0.21, rel=0.2), (
+        "the size of a sample is random too"
+    )
     assert stats.kstest(uniforms(20_000).numpy(), "uniform").pvalue > 1e-6
 
 

@@ -42,13 +42,18 @@ def model() -> nn.Module:
 
 
 def user(name: str) -> coterie.User:
-    return coterie.User(name, torch.zeros(ROWS.get(name, 10), D - 1), torch.zeros(ROWS.get(name, 10), 1))
+    return coterie.User(
+        name, torch.zeros(ROWS.get(name, 10), D - 1), torch.zeros(ROWS.get(name, 10), 1)
+    )
 
 
 def promise(name: str, **changed: Any) -> Privacy:
     """Return what a site promises, each another ε, clip and noise."""
     k = NAMES.index(name)
-    return Privacy(**{"epsilon": 50.0, "delta": 1e-3, "clip": 0.5 + k, "noise": 1.0 + k / 4, "margin": 1} | changed)
+    return Privacy(
+        **{"epsilon": 50.0, "delta": 1e-3, "clip": 0.5 + k, "noise": 1.0 + k / 4, "margin": 1}
+        | changed
+    )
 
 
 def needed(name: str) -> float:
@@ -59,12 +64,16 @@ def needed(name: str) -> float:
 class Sites(LocalSites):
     """Sites with split noise and no signal, of whose gradients `parts` keeps what was given under the masks."""
 
-    def __init__(self, folder: Path, names: tuple[str, ...] = NAMES, peers: int = 3, **changed: Any) -> None:
+    def __init__(
+        self, folder: Path, names: tuple[str, ...] = NAMES, peers: int = 3, **changed: Any
+    ) -> None:
         self.silent: set[str] = set()
         self.parts: dict[str, Tensor] = {}
         self.shares: dict[str, NoiseShare | None] = {}
         held = {
-            n: Peer(user(n), Passes(model(), LOSS), Caps(), folder / n, privacy=promise(n, **changed))
+            n: Peer(
+                user(n), Passes(model(), LOSS), Caps(), folder / n, privacy=promise(n, **changed)
+            )
             for n in names
         }
         keys = {name: peer.identity.fingerprint for name, peer in held.items()}
@@ -76,7 +85,11 @@ class Sites(LocalSites):
         answer = peer.answer
 
         def noted(
-            request: Request, caller: str = "user 0", share: NoiseShare | None = None, *, masked: bool = False
+            request: Request,
+            caller: str = "user 0",
+            share: NoiseShare | None = None,
+            *,
+            masked: bool = False,
         ) -> Any:
             reply = answer(request, caller, share, masked=masked)
             if reply.gradients is not None:
@@ -86,14 +99,18 @@ class Sites(LocalSites):
         peer.answer = noted  # type: ignore[method-assign]
 
     def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> LocalReplies:
-        return super().ask([name for name in names if name not in self.silent], method, timeout, **arguments)
+        return super().ask(
+            [name for name in names if name not in self.silent], method, timeout, **arguments
+        )
 
 
 @pytest.fixture(autouse=True)
 def _no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no example have a gradient, so that what is given is the noise."""
     monkeypatch.setattr(PrivateGradients, "_look", lambda *_: None)
-    monkeypatch.setattr(PrivateGradients, "_clipped", lambda self, x, *_: torch.zeros_like(x, dtype=torch.float64))
+    monkeypatch.setattr(
+        PrivateGradients, "_clipped", lambda self, x, *_: torch.zeros_like(x, dtype=torch.float64)
+    )
 
 
 def engine(sites: LocalSites, **knobs: Any) -> Remote:
@@ -117,7 +134,8 @@ def test_the_sum_has_the_stated_noise_and_no_more_than_the_margin_adds(tmp_path:
     assert g.peers is not None
     stated = max(needed(name) for name in NAMES)
     n, m = len(NAMES), 1
-    assert spread(g.peers) == pytest.approx(stated * math.sqrt(n / (n - m)), rel=0.04)  # ten standard errors
+    # ten standard errors
+    assert spread(g.peers) == pytest.approx(stated * math.sqrt(n / (n - m)), rel=0.04)
     for name, part in sites.parts.items():
         assert TAU[name] * spread(part) == pytest.approx(stated / math.sqrt(n - m), rel=0.04)
 
@@ -131,9 +149,12 @@ def test_what_colluding_sites_know_leaves_the_stated_noise(tmp_path: Path) -> No
     for name in NAMES[:3]:  # who tells user 0 what it gave
         left = left - TAU[name] * sites.parts[name].double()
         found.append(spread(left) / stated)
-    assert found == pytest.approx([math.sqrt(4 / 3), 1.0, math.sqrt(2 / 3)], rel=0.04)  # two, not three
+    # two, not three
+    assert found == pytest.approx([math.sqrt(4 / 3), 1.0, math.sqrt(2 / 3)], rel=0.04)
     told = {name: needed(name) / TAU[name] for name in NAMES}
-    assert all(share is not None and share.of_sum >= told[name] for name, share in sites.shares.items())
+    assert all(
+        share is not None and share.of_sum >= told[name] for name, share in sites.shares.items()
+    )
 
 
 def test_what_is_counted_is_what_the_sum_has(tmp_path: Path) -> None:
@@ -143,11 +164,16 @@ def test_what_is_counted_is_what_the_sum_has(tmp_path: Path) -> None:
     for k in range(2):
         step(made, k)
     for name in NAMES:
-        peer, event = sites.responders[name].peer, Event(BATCH / ROWS[name], 1.0 + NAMES.index(name) / 4)
+        peer, event = (
+            sites.responders[name].peer,
+            Event(BATCH / ROWS[name], 1.0 + NAMES.index(name) / 4),
+        )
         assert dict(peer.ledger.spent) == {event: 2}
         assert peer.epsilon == epsilon_of({event: 2}, 1e-3)
         lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        assert [(line["sites"], line["margin"]) for line in lines if "noise" in line] == [(5, 1)] * 2
+        assert [(line["sites"], line["margin"]) for line in lines if "noise" in line] == [
+            (5, 1)
+        ] * 2
 
 
 def test_a_lost_site_costs_its_step_and_the_others_add_more(tmp_path: Path) -> None:
@@ -161,14 +187,17 @@ def test_a_lost_site_costs_its_step_and_the_others_add_more(tmp_path: Path) -> N
     assert before.peers is not None
     assert after.peers is not None
     stated = max(needed(name) for name in "abcd")
-    noise = after.peers.double()  # with user 0's own gradient, which is zero, in the place of the lost site's
+    # with user 0's own gradient, which is zero, in the place of the lost site's
+    noise = after.peers.double()
     assert spread(noise) == pytest.approx(stated * math.sqrt(4 / 3), rel=0.04)
     sites.silent = {"e", "d"}
     assert [step(made, k).answered for k in (3, 4)] == [0, 0]
     assert not sites.shares.keys() - set(NAMES)
     spent = sites.responders["a"].peer.ledger.spent.total()
     step(made, 5)
-    assert sites.responders["a"].peer.ledger.spent.total() == spent, "with fewer than `peers` nothing is spent"
+    assert sites.responders["a"].peer.ledger.spent.total() == spent, (
+        "with fewer than `peers` nothing is spent"
+    )
 
 
 def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
@@ -176,18 +205,27 @@ def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
     for sums, match in (
         (None, "gives its gradients on their own too, with too little noise"),
         (SumsOnly(), "user 0 could be all of them.* sees its own while it leaves `margin` out"),
-        (SumsOnly(peers=1, share=1.0, keys={"b": ""}), "`margin` must be less than `peers` of a sum, 1, got 1"),
+        (
+            SumsOnly(peers=1, share=1.0, keys={"b": ""}),
+            "`margin` must be less than `peers` of a sum, 1, got 1",
+        ),
     ):
         with pytest.raises(KnobError, match=match):
             Responder(peer, sums)
     with pytest.raises(KnobError, match="user 0 could be all of them"):
-        MaskedPart(peer, SumsOnly(), Group(HashStore(), 1, 4, 1.0), {"batch_size": 4}, {}, masked_only=True)
+        MaskedPart(
+            peer, SumsOnly(), Group(HashStore(), 1, 4, 1.0), {"batch_size": 4}, {}, masked_only=True
+        )
     with pytest.raises(KnobError, match="with too little noise"):
         PrivatePeers(model(), LOSS, user("me"), [user("a")], privacy=promise("a"), gradients=5)
     said = peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH)).refused
-    assert said == "its noise is split over the sites of masked sums, and it gives parts of these only"
+    assert (
+        said == "its noise is split over the sites of masked sums, and it gives parts of these only"
+    )
     short = NoiseShare(added=1e-3, of_sum=1e-3, sites=3, margin=1, room=16.0)
-    assert "and it needs 0.025" in str(peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH), share=short).refused)
+    assert "and it needs 0.025" in str(
+        peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH), share=short).refused
+    )
     assert peer.ledger.given == 0
     with pytest.raises(KnobError, match="`margin` must be"):
         promise("a", margin=-1)
@@ -214,12 +252,16 @@ def test_sites_agree_on_the_noise_or_take_no_part(tmp_path: Path) -> None:
     sites.responders["b"] = Responder(plain, SumsOnly(share=0.6))
     keys = {name: site.peer.identity.fingerprint for name, site in sites.responders.items()}
     for name in "acde":
-        sites.responders[name] = Responder(sites.responders[name].peer, SumsOnly(share=0.6, keys=keys))
+        sites.responders[name] = Responder(
+            sites.responders[name].peer, SumsOnly(share=0.6, keys=keys)
+        )
     g = step(engine(sites))
     assert g.left_out == {"b": "adds no share of the noise that the others split"}
 
 
-def test_user_0_cannot_have_the_noise_of_others_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_0_cannot_have_the_noise_of_others_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where others' gradients are beyond the largest entry, their parts are that entry, and their noise is gone."""
 
     def clipped(self: PrivateGradients, x: Tensor, *_: object) -> Tensor:
@@ -237,25 +279,36 @@ def test_user_0_cannot_have_the_noise_of_others_cut_off(tmp_path: Path, monkeypa
     assert float(g.peers.std()) == pytest.approx(stated * math.sqrt(5 / 4), rel=0.04)
     sites = Sites(folders[1], **same)
     left_out = step(engine(sites, largest=0.4)).left_out
-    assert all("noise would be cut off: beside it the sum takes" in left_out[name] for name in "bcde")
+    assert all(
+        "noise would be cut off: beside it the sum takes" in left_out[name] for name in "bcde"
+    )
     assert sites.responders["b"].peer.ledger.given == 0
     far = step(engine(Sites(folders[2], **same), largest=1e7)).left_out
-    assert all("the noise would be rounded away where entries may be 1e+07" in why for why in far.values())
+    assert all(
+        "the noise would be rounded away where entries may be 1e+07" in why for why in far.values()
+    )
 
 
 def test_samples_are_hardly_ever_so_large_that_noise_is_cut_off() -> None:
     """By Bernstein's inequality, beside the exact chance of so large a sample."""
     for n, size in ((40, 20), (1000, 1), (1000, 100), (1000, 1000)):
-        held, passes = coterie.User("a", torch.zeros(n, 1), torch.zeros(n, 1)), Passes(nn.Linear(1, 1), LOSS)
+        held, passes = (
+            coterie.User("a", torch.zeros(n, 1), torch.zeros(n, 1)),
+            Passes(nn.Linear(1, 1), LOSS),
+        )
         private = PrivateGradients(held, passes, Privacy(1.0, 1e-4, 2.0, 1.0), None)
         most = math.floor(private._largest_entry(private.event(size)) * size / 2.0 + 1e-9)
         rate = size / n
-        beyond = sum(math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(most + 1, n + 1))
+        beyond = sum(
+            math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(most + 1, n + 1)
+        )
         assert beyond < 1e-15
         assert size <= most <= n
 
 
-def test_user_0_cannot_have_shares_of_noise_rounded_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_0_cannot_have_shares_of_noise_rounded_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In half precision a number near 1 has steps of a thousandth, in which a share of less noise is lost."""
     clip, stated = 0.004, 0.3 * 0.004 / BATCH
 

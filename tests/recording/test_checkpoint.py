@@ -39,7 +39,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     return type(a) is type(b) and bool(a == b)
 
 
@@ -51,14 +53,19 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, {"a": np.float64(0.1), "b": [np.int64(3), (np.float32(0.5),)]})
+    path = checkpoint.save(
+        tmp_path, 1, {"a": np.float64(0.1), "b": [np.int64(3), (np.float32(0.5),)]}
+    )
     assert same(checkpoint.load(path), {"a": 0.1, "b": [3, (0.5,)]})
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 15, 100_000):
         checkpoint.save(tmp_path, step, {"step": step})
-    assert [path.name for path in checkpoint.saved(tmp_path)] == ["step-00000015.ckpt", "step-00100000.ckpt"]
+    assert [path.name for path in checkpoint.saved(tmp_path)] == [
+        "step-00000015.ckpt",
+        "step-00100000.ckpt",
+    ]
     assert sorted(os.listdir(tmp_path)) == ["step-00000015.ckpt", "step-00100000.ckpt"]
     assert checkpoint.saved(tmp_path / "nowhere") == []
 
@@ -107,7 +114,8 @@ def test_an_error_names_the_remedy(tmp_path: Path) -> None:
     first, second = (checkpoint.save(tmp_path, step, CONTENT) for step in (20, 40))
     second.write_bytes(second.read_bytes()[:-5])
     with pytest.raises(
-        CheckpointError, match=r"step-00000040.ckpt is damaged .* delete it to go on from step-00000020"
+        CheckpointError,
+        match=r"step-00000040.ckpt is damaged .* delete it to go on from step-00000020",
     ):
         checkpoint.load(second)
     first.unlink()
@@ -135,7 +143,11 @@ def signed(path: Path, body: bytes) -> Path:
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     sprung, buffer = tmp_path / "sprung", io.BytesIO()
     torch.save({"step": 1, "model": Trap(sprung)}, buffer)
-    bodies = [buffer.getvalue(), pickle.dumps({"step": 1, "model": Trap(sprung)}), pickle.dumps(Trap(sprung))]
+    bodies = [
+        buffer.getvalue(),
+        pickle.dumps({"step": 1, "model": Trap(sprung)}),
+        pickle.dumps(Trap(sprung)),
+    ]
     for body in bodies:
         with pytest.raises(CheckpointError, match="not plain data"):
             checkpoint.load(signed(tmp_path / "step-00000001.ckpt", body))
@@ -181,7 +193,9 @@ def test_a_failure_while_writing_leaves_the_old_ones(
     assert [checkpoint.load(path)["step"] for path in checkpoint.saved(tmp_path)] == [20, 30]
 
 
-def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -207,7 +221,10 @@ class Bare(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(3, hidden) / 3), nn.Parameter(torch.ones(hidden, 3) / hidden)
+        self.a, self.b = (
+            nn.Parameter(torch.ones(3, hidden) / 3),
+            nn.Parameter(torch.ones(hidden, 3) / hidden),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs @ self.a @ self.b
@@ -229,18 +246,32 @@ def trained(out: Path, users: list[coterie.User], **changes: Any) -> coterie.Run
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()}, "`model` was 'Linear"),
-        ({"rule": coterie.WeightedAveraging(0.6)}, r"`rule` was 'WeightedAveraging\(alpha=0.5\)' and is now"),
+        (
+            {"model": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()},
+            "`model` was 'Linear",
+        ),
+        (
+            {"rule": coterie.WeightedAveraging(0.6)},
+            r"`rule` was 'WeightedAveraging\(alpha=0.5\)' and is now",
+        ),
         ({"rule": coterie.Alone()}, "`rule` was"),
         ({"lr": 0.2}, "`lr` was 0.1 and is now 0.2"),
         ({"optimizer": torch.optim.Adam}, "`optimizer` was"),
-        ({"optimizer": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)}, "`parameter_groups` was"),
-        ({"scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)}, "`scheduler` was"),
+        (
+            {"optimizer": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)},
+            "`parameter_groups` was",
+        ),
+        (
+            {"scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)},
+            "`scheduler` was",
+        ),
         ({"batch_size": 5}, "`batch_size` was 32 and is now 5"),
         ({"seed": 1}, "`seed` was 0 and is now 1"),
     ],
 )
-def test_other_settings_are_refused(make_users: Users, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_other_settings_are_refused(
+    make_users: Users, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     users = make_users()
     trained(tmp_path, users)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -262,7 +293,9 @@ def test_other_users_and_data_are_refused(make_users: Users, tmp_path: Path) -> 
         trained(tmp_path, [users[0], changed, *users[2:]], resume=True)
 
 
-def test_a_model_of_the_same_name_and_another_size_is_refused(make_users: Users, tmp_path: Path) -> None:
+def test_a_model_of_the_same_name_and_another_size_is_refused(
+    make_users: Users, tmp_path: Path
+) -> None:
     users = make_users()
     trained(tmp_path, users, model=Bare(4).double())
     with pytest.raises(CheckpointError, match=r"is of another model: [\s\S]*size mismatch"):
@@ -270,7 +303,9 @@ def test_a_model_of_the_same_name_and_another_size_is_refused(make_users: Users,
 
 
 @pytest.mark.parametrize("whose", [{}, [1, 2], {"configuration": 7}, "learner"])
-def test_a_whole_file_that_is_no_state_of_a_run_is_refused(make_users: Users, tmp_path: Path, whose: Any) -> None:
+def test_a_whole_file_that_is_no_state_of_a_run_is_refused(
+    make_users: Users, tmp_path: Path, whose: Any
+) -> None:
     """As somebody who knows the format can make one."""
     users = make_users()
     trained(tmp_path, users)
@@ -282,7 +317,9 @@ def test_a_whole_file_that_is_no_state_of_a_run_is_refused(make_users: Users, tm
         trained(tmp_path, users, resume=True)
 
 
-def test_where_the_last_checkpoint_is_damaged_the_one_before_serves(make_users: Users, tmp_path: Path) -> None:
+def test_where_the_last_checkpoint_is_damaged_the_one_before_serves(
+    make_users: Users, tmp_path: Path
+) -> None:
     users = make_users()
     model = nn.Linear(3, 3).double()
     whole = trained(tmp_path / "whole", users, model=model, steps=8)
@@ -308,12 +345,17 @@ def test_what_inflates_is_refused(tmp_path: Path) -> None:
     """Zeros that take a thousandth of their size on the disk, with a right digest."""
     path = checkpoint.save(tmp_path, 1, {"x": torch.zeros(10**6)})
     body, packed = path.read_bytes().partition(b"\n")[2], io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(body)) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
+    with (
+        zipfile.ZipFile(io.BytesIO(body)) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
         for each in plain.infolist():
             small.writestr(each.filename, plain.read(each))
     data = packed.getvalue()
     assert len(data) < len(body) / 100
-    assert torch.load(io.BytesIO(data), weights_only=True)["x"].shape == (10**6,), "torch alone would take it"
+    assert torch.load(io.BytesIO(data), weights_only=True)["x"].shape == (10**6,), (
+        "torch alone would take it"
+    )
     path.write_bytes(checkpoint.MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
     with pytest.raises(CheckpointError, match="holds more than its size"):
         checkpoint.load(path)
@@ -335,13 +377,17 @@ def test_more_steps_may_be_asked_for(make_users: Users, tmp_path: Path) -> None:
     users, model = make_users(), nn.Linear(3, 3).double()
     whole = trained(tmp_path / "whole", users, model=model, steps=12, evaluate_every=2)
     trained(tmp_path / "longer", users, model=model, steps=6, evaluate_every=2)
-    longer = trained(tmp_path / "longer", users, model=model, steps=12, evaluate_every=2, resume=True)
+    longer = trained(
+        tmp_path / "longer", users, model=model, steps=12, evaluate_every=2, resume=True
+    )
     assert longer.record.points == whole.record.points
     assert longer.record.configuration.steps == 12
     assert same(dict(longer.model.state_dict()), dict(whole.model.state_dict()))
 
 
-def test_more_steps_than_adaptive_averaging_has_divided_are_refused(make_users: Users, tmp_path: Path) -> None:
+def test_more_steps_than_adaptive_averaging_has_divided_are_refused(
+    make_users: Users, tmp_path: Path
+) -> None:
     users, rule = make_users(), coterie.AdaptiveAveraging()
     trained(tmp_path, users, rule=rule, steps=6)
     with pytest.raises(CheckpointError, match=r"`steps` was 6 and is now 8"):
@@ -352,10 +398,13 @@ def test_more_steps_than_adaptive_averaging_has_divided_are_refused(make_users: 
 def test_fewer_steps_than_were_taken_are_refused(make_users: Users, tmp_path: Path) -> None:
     users = make_users()
     trained(tmp_path, users, steps=6)
-    with pytest.raises(CheckpointError, match=r"has taken 6 steps, more than `steps`, 4; ask for at least as many"):
+    with pytest.raises(
+        CheckpointError, match=r"has taken 6 steps, more than `steps`, 4; ask for at least as many"
+    ):
         trained(tmp_path, users, steps=4, resume=True)
 
 
 def test_resuming_where_nothing_was_saved_starts(make_users: Users, tmp_path: Path) -> None:
     assert trained(tmp_path / "run", make_users(), resume=True).step == 6
-    assert trained(tmp_path / "run", make_users(), resume=True).step == 6  # finished: nothing left to do
+    # finished: nothing left to do
+    assert trained(tmp_path / "run", make_users(), resume=True).step == 6

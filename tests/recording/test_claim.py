@@ -20,7 +20,9 @@ from coterie.errors import FileError, KnobError
 from coterie.recording.claim import LOCK, claimed
 
 
-def test_a_second_process_is_told_who_is_there_and_a_dead_one_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_second_process_is_told_who_is_there_and_a_dead_one_is_in_nobodys_way(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "deep" / "run"
     message = rf"run is in use by process %d on {socket.gethostname()}; wait until it has ended, stop it, or name"
     with claimed_elsewhere(out) as child:
@@ -29,7 +31,9 @@ def test_a_second_process_is_told_who_is_there_and_a_dead_one_is_in_nobodys_way(
                 pass
     assert (out / LOCK).exists()  # nobody was there to remove it
     with claimed(out):
-        assert (out / LOCK).read_text(encoding="utf-8") == f"process {os.getpid()} on {socket.gethostname()}"
+        assert (out / LOCK).read_text(
+            encoding="utf-8"
+        ) == f"process {os.getpid()} on {socket.gethostname()}"
         (out / "file").touch()
     assert [path.name for path in out.iterdir()] == ["file"]
 
@@ -98,7 +102,9 @@ def test_what_cannot_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", read_only)
-    message = r"cannot be written \(Read-only file system\); make its folder one that can be written to"
+    message = (
+        r"cannot be written \(Read-only file system\); make its folder one that can be written to"
+    )
     with pytest.raises(FileError, match=message), claimed(tmp_path):
         pass
 
@@ -110,7 +116,10 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    with pytest.warns(UserWarning, match="is on a file system without locks"), claimed(tmp_path) as claim:
+    with (
+        pytest.warns(UserWarning, match="is on a file system without locks"),
+        claimed(tmp_path) as claim,
+    ):
         claim.keep()
 
 
@@ -121,7 +130,9 @@ def test_a_folder_that_is_deleted_is_claimed_anew_unless_another_has_it(tmp_path
         claim.keep()
         assert (out / LOCK).exists()
         out.rename(tmp_path / "moved")
-        with pytest.warns(UserWarning, match="was deleted while a run wrote to it, and is written anew"):
+        with pytest.warns(
+            UserWarning, match="was deleted while a run wrote to it, and is written anew"
+        ):
             claim.keep()
         assert (out / LOCK).exists()
         out.rename(tmp_path / "moved too")

@@ -22,7 +22,10 @@ def named(step: int, scale: float = 1.0) -> float:
     [
         (coterie.Alone(), "Alone()"),
         (coterie.BiasCorrection(0.5, named), "BiasCorrection(alpha=0.5, beta=named)"),
-        (coterie.WeightedAveraging(0.5, {"a": 1.0}), "WeightedAveraging(alpha=0.5, tau={'a': 1.0})"),
+        (
+            coterie.WeightedAveraging(0.5, {"a": 1.0}),
+            "WeightedAveraging(alpha=0.5, tau={'a': 1.0})",
+        ),
         (torch.nn.functional.cross_entropy, "cross_entropy"),
         (nn.CrossEntropyLoss(label_smoothing=0.1), "CrossEntropyLoss()"),
         (functools.partial(named, 3, scale=2), "partial(named, 3, scale=2)"),

@@ -27,11 +27,15 @@ def test_a_json_file_is_json_with_its_digest(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["settings.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"sha256": "', '{"sha256": 3}', "\0" * 200, '{"steps": 60}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"sha256": "', '{"sha256": 3}', "\0" * 200, '{"steps": 60}']
+)
 def test_what_carries_no_digest_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(FileError, match=r"settings.json (carries no SHA-256|is damaged).*; delete it"):
+    with pytest.raises(
+        FileError, match=r"settings.json (carries no SHA-256|is damaged).*; delete it"
+    ):
         files.read_json(path, "delete it")
 
 
@@ -43,15 +47,20 @@ def test_a_right_digest_does_not_make_a_file(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=r"settings.json is not JSON"):
             files.read_json(path, "")
     files.write_json(path, CONTENT)
-    with pytest.raises(FileError, match=r"settings.json has no entry 'steps': .*another version.*; begin again"):
+    with pytest.raises(
+        FileError, match=r"settings.json has no entry 'steps': .*another version.*; begin again"
+    ):
         files.read_json(path, "begin again", needed=["name", "steps"])
-    with pytest.raises(FileError, match=r"nowhere cannot be read \(No such file or directory\); begin again"):
+    with pytest.raises(
+        FileError, match=r"nowhere cannot be read \(No such file or directory\); begin again"
+    ):
         files.read_json(tmp_path / "nowhere", "begin again")
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace", "open", "mkdir"])
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "make room on its disk"), (errno.EROFS, "can be written to")]
+    ("number", "remedy"),
+    [(errno.ENOSPC, "make room on its disk"), (errno.EROFS, "can be written to")],
 )
 def test_a_failure_while_writing_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, number: int, remedy: str
@@ -65,7 +74,8 @@ def test_a_failure_while_writing_leaves_the_old_file(
     with monkeypatch.context() as patch:
         patch.setattr(os if fails == "fsync" else Path, fails, fail)
         with pytest.raises(
-            FileError, match=rf"settings.json cannot be written \({os.strerror(number)}\); .*{remedy}"
+            FileError,
+            match=rf"settings.json cannot be written \({os.strerror(number)}\); .*{remedy}",
         ):
             files.write_json(path, {"steps": 1})
     assert files.read_json(path, "") == CONTENT
@@ -74,7 +84,9 @@ def test_a_failure_while_writing_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_lines_that_were_not_written_by_us_are_refused_in_spite_of_their_chain(tmp_path: Path) -> None:
+def test_lines_that_were_not_written_by_us_are_refused_in_spite_of_their_chain(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "lines.jsonl"
     lines = ChainedLines(path, "ask")
     lines.write([{}])
@@ -120,7 +132,9 @@ def test_lines_that_are_counted_cannot_be_lost_at_the_end(tmp_path: Path) -> Non
     whole = path.read_bytes().splitlines(keepends=True)
     for fewer in range(12):
         path.write_bytes(b"".join(whole[:fewer]))
-        with pytest.raises(FileError, match=rf"ledger.jsonl.count tells of 12 lines, and {fewer} are there; ask"):
+        with pytest.raises(
+            FileError, match=rf"ledger.jsonl.count tells of 12 lines, and {fewer} are there; ask"
+        ):
             ChainedLines(path, "ask", counted=True).read()
     path.write_bytes(b"".join(whole))
     lines.count_path.write_bytes(b"000000000011" + count[12:])

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from coterie.errors import CheckpointError, FileError
-from coterie.recording import Cost, GuardCheck, GuardDecision, Record, Traffic, UserSummary, checkpoint
+from coterie.recording import (
+    Cost,
+    GuardCheck,
+    GuardDecision,
+    Record,
+    Traffic,
+    UserSummary,
+    checkpoint,
+)
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.costs import total
 
@@ -80,7 +88,11 @@ END: dict[str, Any] = {
 
 
 def written(path: Path, configuration: dict[str, Any], end: dict[str, Any] = END) -> Path:
-    lines = [{"configuration": configuration, "versions": {"coterie": "0.0.9"}}, *POINTS, {"end": end}]
+    lines = [
+        {"configuration": configuration, "versions": {"coterie": "0.0.9"}},
+        *POINTS,
+        {"end": end},
+    ]
     ChainedLines(path, "").write(lines)
     return path
 
@@ -88,20 +100,39 @@ def written(path: Path, configuration: dict[str, Any], end: dict[str, Any] = END
 def test_a_record_is_read(tmp_path: Path) -> None:
     record = Record.load(written(tmp_path / "record.jsonl", CONFIGURATION))
     configuration, (first, last), end = record.configuration, record.points, record.end
-    assert (configuration.rule, configuration.alone, configuration.seed) == (CONFIGURATION["rule"], False, 4)
+    assert (configuration.rule, configuration.alone, configuration.seed) == (
+        CONFIGURATION["rule"],
+        False,
+        4,
+    )
     assert configuration.me == UserSummary(name="me", examples=20, validation=100, test=9)
     assert configuration.peers == {"a": 20, "b": "a stream"}
-    in_process = {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "by layer"}
+    in_process = {
+        "engine": "in process",
+        "device": "cpu",
+        "average": "one pass",
+        "rows": "by layer",
+    }
     assert configuration.engine == in_process
     assert configuration.not_measured == "no peer's gradient can be used"
     assert not configuration.estimates
-    assert (first.own_loss, first.guard, first.validation) == (None, None, {"loss": 1.5, "rmse": 1.2})
+    assert (first.own_loss, first.guard, first.validation) == (
+        None,
+        None,
+        {"loss": 1.5, "rmse": 1.2},
+    )
     assert last.guard == GuardCheck(alone_loss=0.6, difference=-0.1, error=0.02, restarts=1)
     assert [point.to_plain() for point in record.points] == POINTS
-    assert end.guard == GuardDecision(served="collaborative", difference=-0.1, error=0.02, alone_step=5)
-    assert end.costs == {"me": Cost(gradients=20, examples=400, numbers_sent=50, numbers_received=60)}
+    assert end.guard == GuardDecision(
+        served="collaborative", difference=-0.1, error=0.02, alone_step=5
+    )
+    assert end.costs == {
+        "me": Cost(gradients=20, examples=400, numbers_sent=50, numbers_received=60)
+    }
     assert end.traffic == {
-        "me": Traffic(bytes_sent=200, bytes_received=240, seconds_waiting=0.5, seconds_computing=1.5)
+        "me": Traffic(
+            bytes_sent=200, bytes_received=240, seconds_waiting=0.5, seconds_computing=1.5
+        )
     }
     assert end.left_out == {"b": {"not finite": 3}}
     assert configuration.to_plain() == CONFIGURATION
@@ -130,10 +161,20 @@ def test_a_record_that_cannot_be_read_names_the_remedy(tmp_path: Path, missing: 
 @pytest.mark.parametrize(
     ("configuration", "end"),
     [
-        ({**CONFIGURATION, "engine": "in process", "device": "cpu"}, END),  # the engine's entries beside the others
-        (CONFIGURATION, {**END, "costs": {"me": {"gradients": 20, "examples": 400, "sent": 50, "received": 60}}}),
+        # the engine's entries beside the others
+        ({**CONFIGURATION, "engine": "in process", "device": "cpu"}, END),
+        (
+            CONFIGURATION,
+            {
+                **END,
+                "costs": {"me": {"gradients": 20, "examples": 400, "sent": 50, "received": 60}},
+            },
+        ),
         (CONFIGURATION, {**END, "traffic": {"me": {"sent": 200, "received": 240}}}),
-        (CONFIGURATION, {"step": 10, "best_step": 10, "seconds": 2.5, "stopped": None, "served": "alone"}),
+        (
+            CONFIGURATION,
+            {"step": 10, "best_step": 10, "seconds": 2.5, "stopped": None, "served": "alone"},
+        ),
     ],
 )
 def test_a_record_with_the_names_of_before_is_refused(
@@ -144,13 +185,21 @@ def test_a_record_with_the_names_of_before_is_refused(
 
 
 @pytest.mark.parametrize("version", [b"1", b"2"])
-def test_a_checkpoint_of_an_earlier_version_names_the_remedy(tmp_path: Path, version: bytes) -> None:
+def test_a_checkpoint_of_an_earlier_version_names_the_remedy(
+    tmp_path: Path, version: bytes
+) -> None:
     path = checkpoint.save(tmp_path, 3, {"step": 3})
-    path.write_bytes(path.read_bytes().replace(checkpoint.MAGIC, b"coterie-checkpoint " + version + b" ", 1))
-    with pytest.raises(CheckpointError, match=r"by an earlier version.*resume with that version, or start again"):
+    path.write_bytes(
+        path.read_bytes().replace(checkpoint.MAGIC, b"coterie-checkpoint " + version + b" ", 1)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"by an earlier version.*resume with that version, or start again"
+    ):
         checkpoint.load(path)
 
 
 def test_the_traffic_of_sessions_adds_up() -> None:
-    both = total({"a": Traffic(bytes_sent=40, rounding=0.01)}, {"a": Traffic(bytes_sent=2, rounding=0.02)})
+    both = total(
+        {"a": Traffic(bytes_sent=40, rounding=0.01)}, {"a": Traffic(bytes_sent=2, rounding=0.02)}
+    )
     assert both == {"a": Traffic(bytes_sent=42, rounding=0.02)}

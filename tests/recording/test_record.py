@@ -25,7 +25,10 @@ def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
         record.add(Point(step=step, own_loss=0.1 * step))
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         assert len({line.pop("chain") for line in lines}) == len(lines)
-        assert lines[0] == {"configuration": record.configuration.to_plain(), "versions": record.versions}
+        assert lines[0] == {
+            "configuration": record.configuration.to_plain(),
+            "versions": record.versions,
+        }
         assert lines[1:] == [point.to_plain() for point in record.points]
     record.finish(End(step=2, best_step=1))
     read = Record.load(str(path))
@@ -82,15 +85,19 @@ def test_a_record_cut_and_taken_up_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe\n", b"{}\n", b'{"configuration": {}}\n', b'{"configuration": {}, "ver']
+    "content",
+    [b"", b"\xff\xfe\n", b"{}\n", b'{"configuration": {}}\n', b'{"configuration": {}, "ver'],
 )
 def test_what_is_no_record(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "record.jsonl"
     path.write_bytes(content)
-    with pytest.raises(FileError, match=r"is not the record of a run|carries no chain.* of an earlier version"):
+    with pytest.raises(
+        FileError, match=r"is not the record of a run|carries no chain.* of an earlier version"
+    ):
         Record.load(path)
     with pytest.raises(
-        FileError, match=r"nowhere\.jsonl cannot be read \(No such file.*train again in another folder"
+        FileError,
+        match=r"nowhere\.jsonl cannot be read \(No such file.*train again in another folder",
     ):
         Record.load(tmp_path / "nowhere.jsonl")
 
@@ -111,7 +118,8 @@ def test_a_line_that_was_altered_moved_or_lost_is_told_with_its_number(tmp_path:
     ):
         path.write_bytes(b"".join(damaged))
         with pytest.raises(
-            FileError, match=rf"its line {number} was altered, or a line before it is lost; put a whole"
+            FileError,
+            match=rf"its line {number} was altered, or a line before it is lost; put a whole",
         ):
             Record.load(path)
 
@@ -126,11 +134,13 @@ def test_lines_lost_at_the_end_are_told_by_the_checkpoint(tmp_path: Path) -> Non
     record.add(Point(step=15))
     lines = path.read_bytes().splitlines(keepends=True)
     assert [point.step for point in Record.load(path).points] == [0, 5, 10, 15]
-    path.write_bytes(b"".join(lines[:-1]))  # since the checkpoint: as if the run had been killed earlier
+    # since the checkpoint: as if the run had been killed earlier
+    path.write_bytes(b"".join(lines[:-1]))
     assert [point.step for point in Record.load(path).points] == [0, 5, 10]
     path.write_bytes(b"".join(lines[:3]))
     with pytest.raises(
-        FileError, match=r"lines after line 3 are lost, since step-00000010.ckpt was written after them"
+        FileError,
+        match=r"lines after line 3 are lost, since step-00000010.ckpt was written after them",
     ):
         Record.load(path)
 
@@ -144,7 +154,8 @@ def test_what_could_not_be_written_comes_with_the_next_line(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full_disk)
         with pytest.raises(
-            FileError, match=r"record.jsonl cannot be written \(No space left.*make room on its disk"
+            FileError,
+            match=r"record.jsonl cannot be written \(No space left.*make room on its disk",
         ):
             record.add(Point(step=1))
     assert [point.step for point in Record.load(path).points] == [0]
@@ -179,7 +190,9 @@ def test_curves() -> None:
     assert record.curve("own_loss") == ([5, 9], [3.0, 2.5])
     assert record.curve("validation_loss") == ([0, 5], [2.0, 1.0])
     assert record.curve("alone_validation_loss") == ([], [])  # there was no guard
-    with pytest.raises(KnobError, match="the record has no 'own_los'; it has validation_loss, own_loss"):
+    with pytest.raises(
+        KnobError, match="the record has no 'own_los'; it has validation_loss, own_loss"
+    ):
         record.curve("own_los")
     table = record.frame()
     assert table.index.tolist() == [point.step for point in record.points]

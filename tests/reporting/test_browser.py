@@ -28,8 +28,12 @@ PLACES = {"light": (1100, 820), "dark": (1100, 820), "phone": (390, 844)}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Return Debian's Chromium, or another that is installed, driven by Playwright."""
-    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright)")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed (pip install playwright)"
+    )
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
         pytest.skip("no Chromium (apt-get install chromium): pages are not tried in a browser")
     with api.sync_playwright() as driver:
@@ -43,7 +47,9 @@ class Shown:
 
     def __init__(self, browser: Any, path: Path, place: str = "light") -> None:
         (width, height), scheme = PLACES[place], "dark" if place == "dark" else "light"
-        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.asked_for: list[str] = []
@@ -69,7 +75,9 @@ class Shown:
 def run() -> coterie.Run:
     me, *peers = users_with_validation()
     options: dict[str, Any] = {"steps": 20, "guard": "held-out"}
-    return coterie.train(nn.Linear(20, 1).double(), mse_loss, me, peers, coterie.WeightedAveraging(0.7), **options)
+    return coterie.train(
+        nn.Linear(20, 1).double(), mse_loss, me, peers, coterie.WeightedAveraging(0.7), **options
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -81,11 +89,14 @@ def test_the_first_screen_is_the_record_and_details_fold(
     end, (lead,) = run.record.end, shown.texts(".lead")
     assert lead.endswith(end.verdict)
     if end.comparison is not None:
-        assert shown.texts(".tile strong")[:2] == [difference(one) for one in run.verdict.measures.values()]
+        assert shown.texts(".tile strong")[:2] == [
+            difference(one) for one in run.verdict.measures.values()
+        ]
     names = [peer.name for peer in heard(run.record.configuration, end)]
     bars = shown.texts("section:first-of-type .bar")
     assert [bar.split()[0] for bar in bars] == names
-    assert shown.page.locator(".lead").bounding_box()["y"] < PLACES[place][1] / 3  # before anything is scrolled
+    # before anything is scrolled
+    assert shown.page.locator(".lead").bounding_box()["y"] < PLACES[place][1] / 3
     folds = shown.page.locator("details")
     assert folds.count() >= 4
     inside = folds.nth(0).locator("p").nth(0)
@@ -98,9 +109,13 @@ def test_the_first_screen_is_the_record_and_details_fold(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_page_of_everyone_shows_who_listens_to_whom(browser: Any, tmp_path: Path, place: str) -> None:
+def test_the_page_of_everyone_shows_who_listens_to_whom(
+    browser: Any, tmp_path: Path, place: str
+) -> None:
     rule, users = coterie.WeightedAveraging(0.7), users_with_validation()
-    runs = coterie.train_everyone(nn.Linear(20, 1).double(), mse_loss, users, rule, steps=5, measure=False)
+    runs = coterie.train_everyone(
+        nn.Linear(20, 1).double(), mse_loss, users, rule, steps=5, measure=False
+    )
     shown = Shown(browser, runs.report(tmp_path / "all.html"), place)
     assert shown.width_too_much() == 0
     assert shown.texts(".lead")[0].startswith(runs.summary().splitlines()[0])
@@ -111,9 +126,13 @@ def test_the_page_of_everyone_shows_who_listens_to_whom(browser: Any, tmp_path: 
     shown.close()
 
 
-def test_sliders_show_what_was_computed(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliders_show_what_was_computed(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plan_page, "POSITIONS", 3)
-    problem = Constants(n_peers=9, noise=10, bias_floor=0.4, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5)
+    problem = Constants(
+        n_peers=9, noise=10, bias_floor=0.4, hessian_gap=0.1, smoothness=2, pl=1, initial_gap=5
+    )
     table = plan_page.lookup(problem, 1000)
     shown = Shown(browser, plan_page.write_plan_page(tmp_path, problem, 1000), "phone")
     assert shown.width_too_much() == 0
@@ -126,32 +145,42 @@ def test_sliders_show_what_was_computed(browser: Any, tmp_path: Path, monkeypatc
                 slider.press("ArrowLeft")
             for _ in range(at):
                 slider.press("ArrowRight")
-            assert float(shown.texts(f"#of-{name}")[0]) == pytest.approx(table["values"][name][at], rel=1e-3)
+            assert float(shown.texts(f"#of-{name}")[0]) == pytest.approx(
+                table["values"][name][at], rel=1e-3
+            )
         row = table["rows"][np.ravel_multi_index(places, (3,) * 4)]
         width = len(table["columns"])
         for i, method in enumerate(table["methods"]):
             cells = shown.page.locator(f"#plan tr:nth-child({i + 2}) td").all_inner_texts()
             wanted = row[i * width : (i + 1) * width]
             assert cells[0] == method
-            assert [None if cell == "–" else float(cell) for cell in cells[1:]] == pytest.approx(wanted)
+            assert [None if cell == "–" else float(cell) for cell in cells[1:]] == pytest.approx(
+                wanted
+            )
         said |= set(shown.texts("#said"))
     assert len(said) > 1
     shown.close()
 
 
 def test_a_drawn_figure_fits_and_is_readable_in_the_dark(browser: Any, tmp_path: Path) -> None:
-    page = write_page(tmp_path / "page.html", "A figure", [Section("Drawn", figures=[gain_factor()])])
+    page = write_page(
+        tmp_path / "page.html", "A figure", [Section("Drawn", figures=[gain_factor()])]
+    )
     for place in PLACES:
         shown = Shown(browser, page, place)
         assert shown.width_too_much() == 0
         colour = "getComputedStyle(document.querySelector('.drawn svg text')).fill"
-        assert shown.page.evaluate(colour) == ("rgb(232, 236, 240)" if place == "dark" else "rgb(27, 31, 36)")
+        assert shown.page.evaluate(colour) == (
+            "rgb(232, 236, 240)" if place == "dark" else "rgb(27, 31, 36)"
+        )
         shown.close()
 
 
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
 
@@ -159,7 +188,8 @@ def test_colours_have_contrast() -> None:
     """Text has the ratio 4.5 that WCAG asks for, on the page and on its tiles; what is drawn has 3."""
     sheet = (Path(plan_page.__file__).parent / "page.html").read_text(encoding="utf-8")
     for colours in (
-        dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in re.findall(r":root \{(.*?)\}", sheet, re.S)
+        dict(re.findall(r"--(\w+): (#\w{6})", part))
+        for part in re.findall(r":root \{(.*?)\}", sheet, re.S)
     ):
         for ground in ("page", "wash"):
             for name in ("ink", "soft", "good", "bad", "fill", *(f"c{i}" for i in range(6))):

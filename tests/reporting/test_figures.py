@@ -21,7 +21,9 @@ def test_every_figure_says_what_it_shows() -> None:
 def test_curves_are_those_of_the_record() -> None:
     record = Record(configuration(rule="WeightedAveraging(alpha=0.5)"))
     for step in (0, 5):
-        record.add(Point(step=step, own_loss=1 / (1 + step), validation={"loss": 2.0, "accuracy": 0.5}))
+        record.add(
+            Point(step=step, own_loss=1 / (1 + step), validation={"loss": 2.0, "accuracy": 0.5})
+        )
     drawn = figures.curves(record).axes[0]
     assert {line.get_label(): line.get_xydata().tolist() for line in drawn.get_lines()} == {  # type: ignore[union-attr]
         "own loss": [[0.0, 1.0], [5.0, 1 / 6]],
@@ -29,7 +31,9 @@ def test_curves_are_those_of_the_record() -> None:
     }
     (line,) = figures.curves(record, ["validation_accuracy"]).axes[0].get_lines()
     assert line.get_label() == "validation accuracy"
-    with pytest.raises(KnobError, match="no 'loss'; it has own_loss, validation_loss, validation_accuracy"):
+    with pytest.raises(
+        KnobError, match="no 'loss'; it has own_loss, validation_loss, validation_accuracy"
+    ):
         figures.curves(record, ["loss"])
 
 

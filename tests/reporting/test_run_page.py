@@ -57,7 +57,9 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def test_who_has_no_weights_is_not_drawn_as_if_nobody_were_heard(tmp_path: Path) -> None:
     users, model = users_with_validation(), nn.Linear(20, 1).double()
     for method, draws in ((coterie.methods.FedAvg(2), False), (coterie.methods.FedFomo(2), True)):
-        run = coterie.train(model, mse_loss, users[0], users[1:], method, lr=1e-3, steps=4, guard="off")
+        run = coterie.train(
+            model, mse_loss, users[0], users[1:], method, lr=1e-3, steps=4, guard="off"
+        )
         page = run.report(tmp_path / "report.html")
         assert any(told.startswith("4 rounds; ") for told in text_of(page))
         assert ", 4 rounds of SGD(lr=0.001)" in run.summary()
@@ -72,14 +74,21 @@ def test_what_private_peers_promise_stands_beside_them(tmp_path: Path) -> None:
     record.finish(End(step=9, best_step=9, promises={"a": told}))
     text = text_of(write_run_page(tmp_path / "report.html", record))
     assert {"promises for each example", "ε = 4 at δ = 1e-05; 1.83 spent"} <= set(text)
-    assert "private: a promises ε = 4 at δ = 1e-05 for each example; spent over all its runs: 1.83" in text
+    assert (
+        "private: a promises ε = 4 at δ = 1e-05 for each example; spent over all its runs: 1.83"
+        in text
+    )
 
 
 def test_left_out_peers_stand_with_the_reason(tmp_path: Path) -> None:
-    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2, "c": 3}))
+    record = Record(
+        configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2, "c": 3})
+    )
     record.add(Point(step=9, own_loss=0.5))
     left_out = {"a": {"no answer": 2}, "b": {"not finite": 20}}
-    record.finish(End(step=20, best_step=20, tau={"a": 1.0, "c": 0.0}, left_out=left_out, test={"loss": 0.25}))
+    record.finish(
+        End(step=20, best_step=20, tau={"a": 1.0, "c": 0.0}, left_out=left_out, test={"loss": 0.25})
+    )
     text = text_of(write_run_page(tmp_path / "page.html", record))
     assert "left out at times: no answer in 2 steps" in text
     assert "not finite in 20 steps" in text
@@ -97,8 +106,12 @@ def test_a_small_weight_is_not_told_as_none(tmp_path: Path) -> None:
 
 def test_the_theory_claims_no_more_than_measured_biases_allow(tmp_path: Path) -> None:
     one, none = Measured(1.0, 0.0), Measured(0.0, 0.0)
-    peer = PeerEstimates(noise=one, bias_floor=Measured(0.0, 0.2), bias_growth=none, hessian_gap=none)
-    estimates = Estimates(loss=1.0, gradient=one, noise=one, smoothness=one, pl=1.0, peers={"a": peer})
+    peer = PeerEstimates(
+        noise=one, bias_floor=Measured(0.0, 0.2), bias_growth=none, hessian_gap=none
+    )
+    estimates = Estimates(
+        loss=1.0, gradient=one, noise=one, smoothness=one, pl=1.0, peers={"a": peer}
+    )
     asked = {"rule": "WeightedAveraging(alpha=0.5)", "peers": {"a": 9}, "steps": 100}
     record = Record(configuration(**asked, estimates=estimates.to_plain()))
     record.finish(End(step=100, best_step=100))
@@ -116,17 +129,25 @@ def test_many_peers_are_added_up(tmp_path: Path) -> None:
 
 
 def test_what_is_not_ours_is_escaped(tmp_path: Path) -> None:
-    page = write_page(tmp_path / "page.html", "A title", [Section("Result", ["a < b"], [[{"loss": "<b>"}]])])
+    page = write_page(
+        tmp_path / "page.html", "A title", [Section("Result", ["a < b"], [[{"loss": "<b>"}]])]
+    )
     assert "a &lt; b" in page.read_text(encoding="utf-8")
-    record = Record(configuration(rule="WeightedAveraging(alpha=0.5)", peers={"<script>": 1, "b": 2}))
+    record = Record(
+        configuration(rule="WeightedAveraging(alpha=0.5)", peers={"<script>": 1, "b": 2})
+    )
     record.finish(End(step=20, best_step=20, tau={"<script>": 1.0}))
-    assert "<script>" not in write_run_page(tmp_path / "page.html", record).read_text(encoding="utf-8")
+    assert "<script>" not in write_run_page(tmp_path / "page.html", record).read_text(
+        encoding="utf-8"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # No two sentences of a page disagree.
 
-BETTER = re.compile(r"\b(better|helped|pays|outperforms|improves?|gains?|times the speed|fewer steps)\b", re.I)
+BETTER = re.compile(
+    r"\b(better|helped|pays|outperforms|improves?|gains?|times the speed|fewer steps)\b", re.I
+)
 WORSE = re.compile(r"\b(worse|hurts?|harm(s|ed)?|does not pay|loses)\b", re.I)
 
 
@@ -155,10 +176,18 @@ def light_runs() -> Iterator[coterie.Run]:
                 if options["guard"] == "auto" and not classes:
                     held_out.pop("validation")
                 me = coterie.User("me", *examples(8, 1 + seed, 1.0, classes), **held_out)
-                peers = [coterie.User(f"peer {k}", *examples(30, 10 + k, slope, classes)) for k in range(3)]
+                peers = [
+                    coterie.User(f"peer {k}", *examples(30, 10 + k, slope, classes))
+                    for k in range(3)
+                ]
                 torch.manual_seed(seed)
-                model, loss = nn.Linear(4, 2 if classes else 1), cross_entropy if classes else mse_loss
-                yield coterie.train(model, loss, me, peers, rule, lr=0.05, steps=12, seed=seed, **options)
+                model, loss = (
+                    nn.Linear(4, 2 if classes else 1),
+                    cross_entropy if classes else mse_loss,
+                )
+                yield coterie.train(
+                    model, loss, me, peers, rule, lr=0.05, steps=12, seed=seed, **options
+                )
 
 
 def test_no_two_sentences_of_a_page_disagree(tmp_path: Path) -> None:
@@ -167,12 +196,22 @@ def test_no_two_sentences_of_a_page_disagree(tmp_path: Path) -> None:
         said = run.verdict
         findings.add(said.finding)
         assert run.summary().splitlines()[0] == said.sentence == run.record.end.verdict
-        others = [piece for piece in text_of(run.report(tmp_path / "page.html")) if piece != said.sentence]
+        others = [
+            piece for piece in text_of(run.report(tmp_path / "page.html")) if piece != said.sentence
+        ]
         others += run.summary().splitlines()[1:]
-        headline, *rest = [piece for piece in others if BETTER.search(piece) or WORSE.search(piece)] or [""]
-        allowed = {"better": "Better than alone", "worse": "Worse than alone", "mixed": "Better in one measure"}
+        headline, *rest = [
+            piece for piece in others if BETTER.search(piece) or WORSE.search(piece)
+        ] or [""]
+        allowed = {
+            "better": "Better than alone",
+            "worse": "Worse than alone",
+            "mixed": "Better in one measure",
+        }
         assert headline.startswith(allowed.get(said.finding, headline))
-        assert {piece for piece in rest if "right of the mark is better" not in piece} == set(), said.sentence
+        assert {piece for piece in rest if "right of the mark is better" not in piece} == set(), (
+            said.sentence
+        )
     assert {"better", "unclear", "alone", "unknown"} <= findings
 
 

@@ -30,8 +30,11 @@ def end(**changed: Any) -> End:
 def compared(accuracy: tuple[float, float], loss: tuple[float, float], examples: int = 40) -> End:
     """Return the end of a run whose differences to Alone, with their standard errors, are these."""
     measures = {
-        "accuracy": Difference(ours=0.5 + accuracy[0], alone=0.5, error=accuracy[1], less_is_better=False),
-        "other": Difference(ours=9.0, alone=0.0, error=0.1, less_is_better=True),  # reported, not judged by
+        "accuracy": Difference(
+            ours=0.5 + accuracy[0], alone=0.5, error=accuracy[1], less_is_better=False
+        ),
+        # reported, not judged by
+        "other": Difference(ours=9.0, alone=0.0, error=0.1, less_is_better=True),
         "loss": Difference(ours=0.5 + loss[0], alone=0.5, error=loss[1], less_is_better=True),
     }
     return end(comparison=Comparison(on=ON, examples=examples, measures=measures))
@@ -50,7 +53,9 @@ def compared(accuracy: tuple[float, float], loss: tuple[float, float], examples:
         ((float("nan"), float("nan")), (-0.1, float("inf")), "unclear"),
     ],
 )
-def test_both_measures_count(accuracy: tuple[float, float], loss: tuple[float, float], finding: str) -> None:
+def test_both_measures_count(
+    accuracy: tuple[float, float], loss: tuple[float, float], finding: str
+) -> None:
     assert verdict(ASKED, compared(accuracy, loss)).finding == finding
 
 
@@ -66,7 +71,9 @@ def test_the_sentences() -> None:
         "clear would be 0.047 in accuracy, 0.047 in loss."
     )
     mixed = verdict(ASKED, compared((0.1, 0.02), (0.1, 0.02))).sentence
-    assert mixed.startswith("The model for me is better than one trained alone in accuracy and worse in loss: ")
+    assert mixed.startswith(
+        "The model for me is better than one trained alone in accuracy and worse in loss: "
+    )
 
 
 def test_verdicts_by_chance_are_as_rare_as_told() -> None:
@@ -85,7 +92,12 @@ def test_verdicts_by_chance_are_as_rare_as_told() -> None:
 
 def test_chance_against_another_formula() -> None:
     changes = np.random.default_rng(1).normal(0.2, 1, 30)
-    one = Difference(ours=changes.mean(), alone=0.0, error=changes.std(ddof=1) / np.sqrt(30), less_is_better=False)
+    one = Difference(
+        ours=changes.mean(),
+        alone=0.0,
+        error=changes.std(ddof=1) / np.sqrt(30),
+        less_is_better=False,
+    )
     assert chance(one, 30) == pytest.approx(stats.ttest_1samp(changes, 0).pvalue)
     alike = Difference(
         ours=1.0, alone=0.0, error=0.0, less_is_better=False
@@ -102,9 +114,14 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
     )
     assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
     early = verdict(ASKED, end(account={"path": "alone", "looks": {"alone": {}}}, stopped="Ctrl-C"))
-    assert early.sentence.endswith("the run was stopped by Ctrl-C before the collaborative model was judged.")
+    assert early.sentence.endswith(
+        "the run was stopped by Ctrl-C before the collaborative model was judged."
+    )
     nobody = configuration(rule="WeightedAveraging(alpha='auto')", choice={"alpha": 0.0, "tau": {}})
-    assert verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding == "alone"
+    assert (
+        verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding
+        == "alone"
+    )
     assert (
         verdict(configuration(alone=True), end()).sentence
         == "The model for me was trained alone: no peer was asked."
@@ -135,8 +152,12 @@ def test_an_untrained_model_is_not_served_without_a_word() -> None:
         model = nn.Linear(20, 1).double()
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
         assert all(map(torch.equal, run.model.parameters(), model.parameters()))
-        which = "Neither was ever" if isinstance(rule, coterie.WeightedAveraging) else "It was never"
-        told = f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+        which = (
+            "Neither was ever" if isinstance(rule, coterie.WeightedAveraging) else "It was never"
+        )
+        told = (
+            f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+        )
         assert run.verdict.sentence.endswith(told)
 
 
@@ -144,10 +165,15 @@ def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
     account = {"path": "branch", "validation_loss": 0.5, "difference": -0.5, "error": 0.1}
     said = verdict(ASKED, end(account=account))
     assert said.finding == "better"
-    assert "loss -0.50 ± 0.10 on 6 validation examples, corrected for having chosen" in said.sentence
+    assert (
+        "loss -0.50 ± 0.10 on 6 validation examples, corrected for having chosen" in said.sentence
+    )
     tested = compared((0.0, 0.1), (0.0, 0.1))
     assert (
-        verdict(ASKED, End(step=1, best_step=1, account=account, comparison=tested.comparison)).finding == "unclear"
+        verdict(
+            ASKED, End(step=1, best_step=1, account=account, comparison=tested.comparison)
+        ).finding
+        == "unclear"
     )
 
 
@@ -157,7 +183,9 @@ def test_what_is_not_known() -> None:
         "Whether the model for me is better than one trained alone is not known: no model was trained alone beside "
         "it (guard off)."
     )
-    assert verdict(off, end(stopped="Ctrl-C")).sentence.endswith("not known: the run was stopped by Ctrl-C.")
+    assert verdict(off, end(stopped="Ctrl-C")).sentence.endswith(
+        "not known: the run was stopped by Ctrl-C."
+    )
 
 
 def test_peers_with_most_weight_and_with_none_are_named() -> None:

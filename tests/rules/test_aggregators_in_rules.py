@@ -10,7 +10,14 @@ import torch
 from tests.support.aggregators import normal
 
 import coterie
-from coterie.aggregators import Aggregator, Bucketing, Krum, Mean, NearestNeighbourMixing, TrimmedMean
+from coterie.aggregators import (
+    Aggregator,
+    Bucketing,
+    Krum,
+    Mean,
+    NearestNeighbourMixing,
+    TrimmedMean,
+)
 from coterie.errors import KnobError
 
 MAKE: dict[str, Callable[[Aggregator | None], Any]] = {
@@ -40,7 +47,9 @@ def test_a_rule_takes_the_aggregate_for_the_average(
 
 
 @every_make
-def test_with_every_peer_gone_an_aggregator_is_alone_to_the_bit(make: Callable[[Aggregator | None], Any]) -> None:
+def test_with_every_peer_gone_an_aggregator_is_alone_to_the_bit(
+    make: Callable[[Aggregator | None], Any],
+) -> None:
     own, rule = normal(1, 4)[0], make(Krum(1))
     g = coterie.Gradients(own=own, rows=own.new_empty(0, 4), answered=0.0)
     direction, state = rule(g, rule.init(own))
@@ -53,7 +62,9 @@ def test_errors_in_rules(make: Callable[[Aggregator | None], Any]) -> None:
     with pytest.raises(KnobError, match="needs 5 peers, got 4; lower `n_byzantine`"):
         make(Krum(2)).weights(tuple("abcd"))
     with pytest.raises(KnobError, match="needs 9 peers, got 4"):
-        make(Bucketing(2, then=NearestNeighbourMixing(1, then=TrimmedMean(2)))).weights(tuple("abcd"))
+        make(Bucketing(2, then=NearestNeighbourMixing(1, then=TrimmedMean(2)))).weights(
+            tuple("abcd")
+        )
     assert make(Krum(2)).weights(tuple("abcde")) == dict.fromkeys("abcde", 0.2)
     with pytest.raises(KnobError, match="`aggregator` must be one such as"):
         make(torch.mean)  # type: ignore[arg-type]

@@ -33,7 +33,9 @@ class Clipped(FormulaRule):
     def direction(
         self, own: Tensor, peers: Tensor, state: Mapping[str, Any], knobs: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        gap = torch.minimum(torch.maximum(peers - own, own * 0 - knobs["limit"]), own * 0 + knobs["limit"])
+        gap = torch.minimum(
+            torch.maximum(peers - own, own * 0 - knobs["limit"]), own * 0 + knobs["limit"]
+        )
         return own + knobs["alpha"] * gap, {"mean": torch.lerp(state["mean"], gap, 0.5)}
 
 
@@ -43,8 +45,16 @@ def falling(step: int) -> float:
 
 def trained(users: list[coterie.User], rule: coterie.Rule, **options: Any) -> coterie.Run:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"steps": 8, "batch_size": 4, "lr": 0.1, "guard": "off", "measure": False}
-    return coterie.train(nn.Linear(3, 3).double(), f.cross_entropy, users[0], users[1:], rule, **settings | options)
+    settings: dict[str, Any] = {
+        "steps": 8,
+        "batch_size": 4,
+        "lr": 0.1,
+        "guard": "off",
+        "measure": False,
+    }
+    return coterie.train(
+        nn.Linear(3, 3).double(), f.cross_entropy, users[0], users[1:], rule, **settings | options
+    )
 
 
 def test_knobs_are_the_fields_annotated_so() -> None:
@@ -58,7 +68,11 @@ def test_knobs_are_the_fields_annotated_so() -> None:
 
 def test_annotations_may_be_evaluated() -> None:
     made: Any = dataclass(frozen=True)(
-        type("Made", (Clipped,), {"__annotations__": {"more": Knob, "less": float}, "more": 0.5, "less": 0.5})
+        type(
+            "Made",
+            (Clipped,),
+            {"__annotations__": {"more": Knob, "less": float}, "more": 0.5, "less": 0.5},
+        )
     )
     assert knob_names(made(0.1)) == ["alpha", "limit", "more"]
 
@@ -69,9 +83,13 @@ def test_captured_steps_are_the_same(make_users: Users, alpha: Knob) -> None:
     users = make_users()
     eager, captured = (trained(users, Clipped(alpha), capture=capture) for capture in (False, True))
     assert captured.record.configuration.capture == "one program"
-    torch.testing.assert_close(captured.model.state_dict(), eager.model.state_dict(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        captured.model.state_dict(), eager.model.state_dict(), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(captured.state["mean"], eager.state["mean"], rtol=1e-12, atol=1e-12)
-    assert captured.state["weight"] == eager.state["weight"] == (0.6 if alpha == 0.6 else falling(7))
+    assert (
+        captured.state["weight"] == eager.state["weight"] == (0.6 if alpha == 0.6 else falling(7))
+    )
 
 
 def test_nobody_answers_is_the_own_gradient_to_the_bit() -> None:
@@ -90,7 +108,9 @@ def test_the_formula_takes_rows() -> None:
     stacked = corrected_step(own, peers, c, alpha=alpha, beta=beta, correction=0.5)
     for row in range(4):
         a, b = float(alpha[row]), float(beta[row])
-        direction, following = corrected_step(own[row], peers[row], c[row], alpha=a, beta=b, correction=0.5)
+        direction, following = corrected_step(
+            own[row], peers[row], c[row], alpha=a, beta=b, correction=0.5
+        )
         assert torch.equal(stacked[0][row], direction)
         assert torch.equal(stacked[1][row], following)
         expected = (1 - a) * own[row] + a * (peers[row] - 0.5 * c[row])
@@ -106,7 +126,8 @@ def test_a_rule_that_is_no_dataclass_is_told_so() -> None:
 
     rule = Plain()
     with pytest.raises(
-        coterie.errors.KnobError, match=r"the rule Plain is no dataclass; write `@dataclass\(frozen=True\)`"
+        coterie.errors.KnobError,
+        match=r"the rule Plain is no dataclass; write `@dataclass\(frozen=True\)`",
     ):
         rule(coterie.Gradients(own=torch.ones(2), peers=torch.ones(2)), rule.init(torch.zeros(2)))
 
@@ -117,5 +138,7 @@ def test_a_direction_of_another_shape_is_told_with_the_rule(make_users: Users) -
         def direction(self, own: Tensor, peers: Tensor, state: Any, knobs: Any) -> Any:
             return own[:2], {}
 
-    with pytest.raises(coterie.errors.UserCodeError, match=r"`Short` raised .* of shape \(2,\), not \("):
+    with pytest.raises(
+        coterie.errors.UserCodeError, match=r"`Short` raised .* of shape \(2,\), not \("
+    ):
         trained(make_users(), Short())

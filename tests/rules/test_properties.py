@@ -25,14 +25,17 @@ Make = Callable[[float, float, Any], Any]
 RULES: dict[str, Make] = {
     "averaging": lambda alpha, _, tau: coterie.WeightedAveraging(alpha, tau),
     "correction": coterie.BiasCorrection,
-    "exact correction": lambda alpha, beta, tau: coterie.BiasCorrection(alpha, beta, tau, warm_up=False),
+    "exact correction": lambda alpha, beta, tau: coterie.BiasCorrection(
+        alpha, beta, tau, warm_up=False
+    ),
     "half correction from zero": lambda alpha, beta, tau: coterie.BiasCorrection(
         alpha, beta, tau, correction=0.5, start="zero"
     ),
     "oracle": lambda alpha, _, tau: coterie.OracleCorrection(alpha, torch.sin, tau),
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-FOUND = {name: make for name, make in RULES.items() if name != "oracle"}  # whose bias, if any, is found
+# whose bias, if any, is found
+FOUND = {name: make for name, make in RULES.items() if name != "oracle"}
 every_found = pytest.mark.parametrize("make", FOUND.values(), ids=FOUND)
 
 
@@ -58,10 +61,14 @@ def follow(rule: Any, sequence: list[coterie.Gradients]) -> list[Tensor]:
     return directions + [value for value in state.values() if isinstance(value, Tensor)]
 
 
-def with_rows(gradients: Tensor, names: tuple[str, ...], order: list[int] | None = None) -> coterie.Gradients:
+def with_rows(
+    gradients: Tensor, names: tuple[str, ...], order: list[int] | None = None
+) -> coterie.Gradients:
     order = order or list(range(len(names)))
     rows = gradients[1:][torch.tensor(order)]
-    return coterie.Gradients(own=gradients[0], rows=rows, names=tuple(names[i] for i in order), x=gradients[0])
+    return coterie.Gradients(
+        own=gradients[0], rows=rows, names=tuple(names[i] for i in order), x=gradients[0]
+    )
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -71,7 +78,11 @@ def bits(tensor: Tensor) -> bytes:
 @every_rule
 @given(drawn=steps(), alpha=SHARE, beta=SHARE, data=st.data())
 def test_order_of_peers_is_irrelevant(
-    make: Make, drawn: tuple[list[Tensor], dict[str, float]], alpha: float, beta: float, data: st.DataObject
+    make: Make,
+    drawn: tuple[list[Tensor], dict[str, float]],
+    alpha: float,
+    beta: float,
+    data: st.DataObject,
 ) -> None:
     gradients, tau = drawn
     names = tuple(tau)
@@ -80,7 +91,8 @@ def test_order_of_peers_is_irrelevant(
     straight = follow(rule, [with_rows(g, names) for g in gradients])
     shuffled = follow(rule, [with_rows(g, names, order) for g in gradients])
     renamed = follow(
-        make(alpha, beta, {names[i]: tau[names[i]] for i in order}), [with_rows(g, names) for g in gradients]
+        make(alpha, beta, {names[i]: tau[names[i]] for i in order}),
+        [with_rows(g, names) for g in gradients],
     )
     for a, b, c in zip(straight, shuffled, renamed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-10)
@@ -96,7 +108,9 @@ def test_rows_and_peers_give_the_same(
     rule = make(alpha, beta, tau)
     weights = torch.tensor(list(tau.values()), dtype=torch.float64)
     by_rows = follow(rule, [with_rows(g, tuple(tau)) for g in gradients])
-    by_peers = follow(rule, [coterie.Gradients(own=g[0], peers=weights @ g[1:], x=g[0]) for g in gradients])
+    by_peers = follow(
+        rule, [coterie.Gradients(own=g[0], peers=weights @ g[1:], x=g[0]) for g in gradients]
+    )
     for a, b in zip(by_rows, by_peers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-10)
 
@@ -113,13 +127,19 @@ def test_equal_gradients_make_alpha_irrelevant(
 
 
 @given(own=matrix(1, WHOLE), peers=matrix(1, WHOLE), alpha=SHARE, beta=SHARE)
-def test_exact_bias_gives_the_own_gradient(own: Tensor, peers: Tensor, alpha: float, beta: float) -> None:
+def test_exact_bias_gives_the_own_gradient(
+    own: Tensor, peers: Tensor, alpha: float, beta: float
+) -> None:
     g = coterie.Gradients(own=own[0], peers=peers[0], x=own[0])
     bias = peers[0] - own[0]
     rule = coterie.BiasCorrection(alpha, beta)
     oracle = coterie.OracleCorrection(alpha, bias=lambda _: bias)
     known = rule.init(own[0]) | {"c": bias, "seen": 3}
-    for direction in (rule(g, known)[0], oracle(g, oracle.init(own[0]))[0], rule(g, rule.init(own[0]))[0]):
+    for direction in (
+        rule(g, known)[0],
+        oracle(g, oracle.init(own[0]))[0],
+        rule(g, rule.init(own[0]))[0],
+    ):
         assert torch.equal(direction, own[0])
 
 
@@ -133,7 +153,9 @@ def test_no_correction_is_averaging(own: Tensor, peers: Tensor, alpha: float, be
 
 @every_rule
 @given(own=matrix(3, st.sampled_from([0.0, -0.0, 1.5, -3e-320, 7e300])), alpha=SHARE, beta=SHARE)
-def test_peers_all_gone_is_alone_to_the_bit(make: Make, own: Tensor, alpha: float, beta: float) -> None:
+def test_peers_all_gone_is_alone_to_the_bit(
+    make: Make, own: Tensor, alpha: float, beta: float
+) -> None:
     rule = make(alpha, beta, {"a": 0.25, "b": 0.75})
     state = rule.init(own[0])
     for g in own:
@@ -159,7 +181,9 @@ def test_dtype_is_kept(make: Make, dtype: torch.dtype) -> None:
         direction, state = rule(g, state)
         assert direction.dtype == dtype
         assert all(value.dtype == dtype for value in state.values() if isinstance(value, Tensor))
-        double = coterie.Gradients(own=own.double(), rows=torch.stack(rows).double(), x=own.double())
+        double = coterie.Gradients(
+            own=own.double(), rows=torch.stack(rows).double(), x=own.double()
+        )
         wanted, exact_state = exact(double, exact_state)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(direction.double(), wanted, rtol=16 * eps, atol=16 * eps)
@@ -182,13 +206,21 @@ def test_inputs_stay_and_the_state_is_new(make: Make, answered: float) -> None:
         for key, value in before[2].items():
             assert torch.equal(old[key], value) if isinstance(value, Tensor) else old[key] == value
         if "c" in state and answered:
-            assert state["c"].data_ptr() not in {old["c"].data_ptr(), own.data_ptr(), peers.data_ptr()}
+            assert state["c"].data_ptr() not in {
+                old["c"].data_ptr(),
+                own.data_ptr(),
+                peers.data_ptr(),
+            }
 
 
 @every_found
 @given(drawn=steps(), alpha=SHARE, beta=SHARE, scale=st.sampled_from([0.25, 2.0, 1024.0]))
 def test_directions_scale_with_the_objective(
-    make: Make, drawn: tuple[list[Tensor], dict[str, float]], alpha: float, beta: float, scale: float
+    make: Make,
+    drawn: tuple[list[Tensor], dict[str, float]],
+    alpha: float,
+    beta: float,
+    scale: float,
 ) -> None:
     gradients, tau = drawn
     rule = make(alpha, beta, tau)

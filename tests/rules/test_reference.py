@@ -41,7 +41,9 @@ class Scalar:
     c: Vector = field(default_factory=list)
     seen: int = 0
 
-    def __call__(self, step: int, own: Vector, rows: Sequence[Vector], tau: Sequence[float]) -> Vector:
+    def __call__(
+        self, step: int, own: Vector, rows: Sequence[Vector], tau: Sequence[float]
+    ) -> Vector:
         """Return the direction; the weight missing in `tau` is that of peers who did not answer."""
         present = math.fsum(tau)
         self.c = self.c or [0.0] * len(own)
@@ -52,33 +54,53 @@ class Scalar:
             beta = max(beta, 1 / (self.seen + 1))
         direction = []
         for j, mine in enumerate(own):
-            average = math.fsum(t * row[j] for t, row in zip(tau, rows, strict=True)) + (1 - present) * mine
-            bias = math.fsum(t * (row[j] - mine) for t, row in zip(tau, rows, strict=True)) / present
+            average = (
+                math.fsum(t * row[j] for t, row in zip(tau, rows, strict=True))
+                + (1 - present) * mine
+            )
+            bias = (
+                math.fsum(t * (row[j] - mine) for t, row in zip(tau, rows, strict=True)) / present
+            )
             if self.start == "first" and not self.seen:
                 self.c[j] = bias
-            direction.append((1 - alpha) * mine + alpha * (average - self.correction * present * self.c[j]))
+            direction.append(
+                (1 - alpha) * mine + alpha * (average - self.correction * present * self.c[j])
+            )
             self.c[j] = self.c[j] + beta * present * (bias - self.c[j])
         self.seen += 1
         return direction
 
 
 def assert_same(direction: Tensor, wanted: Sequence[float]) -> None:
-    torch.testing.assert_close(direction, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        direction, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-13
+    )
 
 
 def both_rules() -> list[Any]:
     """Return each rule of the paper with its scalar twin, over the knobs."""
     cases = []
-    for (a, alpha), (t, tau) in itertools.product(ALPHAS.items(), {"equal": None, "given": TAU}.items()):
+    for (a, alpha), (t, tau) in itertools.product(
+        ALPHAS.items(), {"equal": None, "given": TAU}.items()
+    ):
         cases.append(
-            pytest.param(coterie.WeightedAveraging(alpha, tau), Scalar(alpha), id=f"averaging-{a}-tau {t}")
+            pytest.param(
+                coterie.WeightedAveraging(alpha, tau), Scalar(alpha), id=f"averaging-{a}-tau {t}"
+            )
         )
         for (b, beta), w, start, warm_up in itertools.product(
             BETAS.items(), (0.0, 0.5, 1.0), ("first", "zero"), (True, False)
         ):
             cases.append(
                 pytest.param(
-                    coterie.BiasCorrection(alpha, beta, tau, correction=w, start=start, warm_up=warm_up),  # type: ignore[arg-type]  # the literal is lost in the loop
+                    coterie.BiasCorrection(
+                        alpha,
+                        beta,
+                        tau,
+                        correction=w,
+                        start=start,  # type: ignore[arg-type]  # the literal is lost in the loop
+                        warm_up=warm_up,
+                    ),
                     Scalar(alpha, beta, w, start, warm_up),
                     id=f"correction-{a}-tau {t}-beta {b}-w {w}-{start}-{'warm' if warm_up else 'exact'}",
                 )
@@ -116,12 +138,27 @@ def test_directions_with_peers_left_out(rule: Any, scalar: Scalar) -> None:
     scalar = copy.deepcopy(scalar)
     rng = np.random.default_rng(6)
     state = rule.init(torch.zeros(4, dtype=torch.float64))
-    who_answers = ["", "peer 2", "peer 1 peer 3", "", "peer 1 peer 2 peer 3", "peer 3", "peer 1 peer 2 peer 3"]
+    who_answers = [
+        "",
+        "peer 2",
+        "peer 1 peer 3",
+        "",
+        "peer 1 peer 2 peer 3",
+        "peer 3",
+        "peer 1 peer 2 peer 3",
+    ]
     for step, answered in enumerate(who_answers):
         names = [name for name in NAMES if name in answered]
-        own, rows, tau = rng.normal(size=4), rng.normal(1.0, size=(len(names), 4)), weights_of(rule, names)
+        own, rows, tau = (
+            rng.normal(size=4),
+            rng.normal(1.0, size=(len(names), 4)),
+            weights_of(rule, names),
+        )
         g = coterie.Gradients(
-            own=torch.tensor(own), rows=torch.tensor(rows), names=tuple(names), answered=math.fsum(tau)
+            own=torch.tensor(own),
+            rows=torch.tensor(rows),
+            names=tuple(names),
+            answered=math.fsum(tau),
         )
         direction, state = rule(g, state)
         assert_same(direction, scalar(step, own.tolist(), rows.tolist(), tau))
@@ -132,7 +169,9 @@ def test_directions_with_peers_left_out(rule: Any, scalar: Scalar) -> None:
 
 
 def test_alone_and_oracle() -> None:
-    own, peers, x = (torch.tensor(v, dtype=torch.float64) for v in ([1.0, -2.0], [4.0, 0.5], [3.0, 5.0]))
+    own, peers, x = (
+        torch.tensor(v, dtype=torch.float64) for v in ([1.0, -2.0], [4.0, 0.5], [3.0, 5.0])
+    )
     rule = coterie.Alone()
     assert torch.equal(rule(coterie.Gradients(own=own, peers=peers), rule.init(x))[0], own)
     oracle = coterie.OracleCorrection(alpha=0.3, bias=lambda x: 2 * x)
@@ -164,14 +203,19 @@ def quadratic_users() -> list[coterie.User]:
     users = []
     for k, n in enumerate((7, 9, 5, 8)):
         root, centre = np.sqrt(rng.uniform(0.5, 2, (n, 3))), rng.normal(k, 1, (n, 3))
-        users.append(coterie.User("me" if not k else f"peer {k}", torch.tensor(root), torch.tensor(root * centre)))
+        users.append(
+            coterie.User(
+                "me" if not k else f"peer {k}", torch.tensor(root), torch.tensor(root * centre)
+            )
+        )
     return users
 
 
 def quadratic_gradient(user: coterie.User, x: Vector, step: int) -> Vector:
     root, target = (tensor.tolist() for tensor in user.batch(4, seed=3, step=step))
     return [
-        math.fsum(r[j] * (r[j] * x[j] - t[j]) for r, t in zip(root, target, strict=True)) / len(root)
+        math.fsum(r[j] * (r[j] * x[j] - t[j]) for r, t in zip(root, target, strict=True))
+        / len(root)
         for j in range(len(x))
     ]
 
@@ -200,7 +244,9 @@ def network_gradient(user: coterie.User, x: Vector, step: int) -> Vector:
         done += p.numel()
     inputs, targets = user.batch(4, seed=3, step=step)
     total = torch.zeros((), dtype=torch.float64)
-    for row, target in zip(model(inputs), targets.tolist(), strict=True):  # cross-entropy, written out
+    for row, target in zip(
+        model(inputs), targets.tolist(), strict=True
+    ):  # cross-entropy, written out
         total = total + torch.log(torch.exp(row).sum()) - row[target]
     gradients = torch.autograd.grad(total / len(inputs), list(model.parameters()))
     return [value for gradient in gradients for value in gradient.flatten().tolist()]
@@ -215,7 +261,9 @@ class ScalarSGD:
 
     def __call__(self, x: Vector, direction: Vector) -> Vector:
         d = [g + self.decay * value for g, value in zip(direction, x, strict=True)]
-        self.v = d if self.v is None else [self.momentum * v + g for v, g in zip(self.v, d, strict=True)]
+        self.v = (
+            d if self.v is None else [self.momentum * v + g for v, g in zip(self.v, d, strict=True)]
+        )
         return [value - self.lr * v for value, v in zip(x, self.v, strict=True)]
 
 
@@ -229,8 +277,13 @@ class ScalarAdam:
 
     def __call__(self, x: Vector, direction: Vector) -> Vector:
         self.t += 1
-        self.m = [0.9 * m + 0.1 * g for m, g in zip(self.m or [0.0] * len(x), direction, strict=True)]
-        self.v = [0.999 * v + 0.001 * g * g for v, g in zip(self.v or [0.0] * len(x), direction, strict=True)]
+        self.m = [
+            0.9 * m + 0.1 * g for m, g in zip(self.m or [0.0] * len(x), direction, strict=True)
+        ]
+        self.v = [
+            0.999 * v + 0.001 * g * g
+            for v, g in zip(self.v or [0.0] * len(x), direction, strict=True)
+        ]
         a, b = 1 - 0.9**self.t, 1 - 0.999**self.t
         return [
             value - self.lr * (m / a) / (math.sqrt(v / b) + 1e-8)
@@ -259,7 +312,9 @@ RULES: dict[str, tuple[Any, Scalar]] = {
         Scalar(0.8, 0.1, 1.0, warm_up=False),
     ),
     "correction, half, scheduled, from zero": (
-        coterie.BiasCorrection(ALPHAS["scheduled"], BETAS["scheduled"], correction=0.5, start="zero"),
+        coterie.BiasCorrection(
+            ALPHAS["scheduled"], BETAS["scheduled"], correction=0.5, start="zero"
+        ),
         Scalar(ALPHAS["scheduled"], BETAS["scheduled"], 0.5, "zero"),
     ),
 }
@@ -282,7 +337,16 @@ def test_training(problem: str, rule: str, optimizer: str) -> None:
         path.append(torch.cat([p.detach().flatten() for p in step.model.parameters()]))
 
     coterie.train(
-        make(), loss, users[0], users[1:], ours, optimizer=factory, steps=10, batch_size=4, seed=3, hooks=[note]
+        make(),
+        loss,
+        users[0],
+        users[1:],
+        ours,
+        optimizer=factory,
+        steps=10,
+        batch_size=4,
+        seed=3,
+        hooks=[note],
     )
     x = [value for p in make().parameters() for value in p.flatten().tolist()]
     tau = [] if rule == "alone" else weights_of(ours, NAMES)

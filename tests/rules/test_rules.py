@@ -63,10 +63,15 @@ def test_weights_off_the_simplex(make: Any, tau: Any, message: str) -> None:
 @every_rule
 def test_who_is_asked(make: Any) -> None:
     assert make(0.5).weights(["a", "b", "c", "d"]) == dict.fromkeys("abcd", 0.25)
-    assert make(0.5, {"b": 0.7, "a": 0.3, "c": 0.0}).weights(["a", "b", "c", "d"]) == {"a": 0.3, "b": 0.7}
+    assert make(0.5, {"b": 0.7, "a": 0.3, "c": 0.0}).weights(["a", "b", "c", "d"]) == {
+        "a": 0.3,
+        "b": 0.7,
+    }
     with pytest.raises(KnobError, match="`tau` names an unknown peer 'z'; the peers are 'a', 'b'"):
         make(0.5, {"z": 1.0}).weights(["a", "b"])
-    with pytest.raises(KnobError, match=r"no peers: pass at least one, or use `rule=coterie.Alone\(\)`"):
+    with pytest.raises(
+        KnobError, match=r"no peers: pass at least one, or use `rule=coterie.Alone\(\)`"
+    ):
         make(0.5).weights([])
     assert coterie.Alone().weights(["a"]) == {}
     assert coterie.Alone().weights([]) == {}
@@ -99,7 +104,8 @@ def test_gradients_without_peers(make: Any) -> None:
         rule(coterie.Gradients(own=own, x=own), rule.init(own))
     rule = make(0.5, {"a": 1.0})
     with pytest.raises(
-        KnobError, match="`names` must name every row when weights are given by name: 0 names, 1 rows"
+        KnobError,
+        match="`names` must name every row when weights are given by name: 0 names, 1 rows",
     ):
         rule(coterie.Gradients(own=own, rows=own[None], x=own), rule.init(own))
 
@@ -115,7 +121,9 @@ def test_pooled_weighs_by_examples() -> None:
     generator = torch.Generator().manual_seed(0)
     users = [
         coterie.User(
-            name, torch.randn(n, 2, generator=generator).double(), torch.randn(n, 1, generator=generator).double()
+            name,
+            torch.randn(n, 2, generator=generator).double(),
+            torch.randn(n, 1, generator=generator).double(),
         )
         for name, n in (("me", 5), ("a", 12), ("b", 3))
     ]
@@ -125,6 +133,10 @@ def test_pooled_weighs_by_examples() -> None:
     engine = coterie.InProcess(model, loss, users[0], users[1:], batch_size=100)
     x = torch.cat([p.detach().flatten() for p in model.parameters()])
     direction, _ = rule(engine.gradients(x, 0, rule.weights(engine.names)), rule.init(x))
-    inputs, targets = (torch.cat(part) for part in zip(*(u.batch(100, seed=0, step=0) for u in users), strict=True))
+    inputs, targets = (
+        torch.cat(part) for part in zip(*(u.batch(100, seed=0, step=0) for u in users), strict=True)
+    )
     wanted = torch.autograd.grad(loss(model(inputs), targets), list(model.parameters()))
-    torch.testing.assert_close(direction, torch.cat([g.flatten() for g in wanted]), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        direction, torch.cat([g.flatten() for g in wanted]), rtol=1e-12, atol=1e-14
+    )

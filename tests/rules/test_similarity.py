@@ -14,7 +14,14 @@ import coterie
 from coterie import Gradients
 from coterie.errors import KnobError
 from coterie.rules import weights_in
-from coterie.rules.similarity import OWN, CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
+from coterie.rules.similarity import (
+    OWN,
+    CosineSimilarity,
+    FirstOrder,
+    MirrorDescent,
+    SimilarityGate,
+    WeightErosion,
+)
 
 RULES: list[Any] = [
     CosineSimilarity(0.6),
@@ -57,7 +64,9 @@ def two_steps(rule: Any) -> tuple[list[float], dict[str, float], Gradients, Grad
 def test_cosine_similarity() -> None:
     direction, tau, _, g = two_steps(CosineSimilarity(0.6))
     own, rows = listed(g)
-    cosines = {k: max(0.0, dot(own, r) / math.sqrt(dot(own, own) * dot(r, r))) for k, r in rows.items()}
+    cosines = {
+        k: max(0.0, dot(own, r) / math.sqrt(dot(own, own) * dot(r, r))) for k, r in rows.items()
+    }
     expected = {k: c / sum(cosines.values()) for k, c in cosines.items()}
     assert tau == pytest.approx(expected)
     assert direction == pytest.approx(
@@ -86,7 +95,9 @@ def test_weight_erosion() -> None:
     assert omega == pytest.approx(expected)
     own, rows = listed(second)
     total = 1 + sum(expected.values())
-    assert direction == pytest.approx([v / total for v in mixed(expected | {"": 1.0}, rows | {"": own})])
+    assert direction == pytest.approx(
+        [v / total for v in mixed(expected | {"": 1.0}, rows | {"": own})]
+    )
 
 
 def test_mirror_descent() -> None:
@@ -105,7 +116,10 @@ def test_first_order() -> None:
     direction, weights, first, second = two_steps(FirstOrder(0.5))
     own_before, rows_before = listed(first)
     own, rows = listed(second)
-    worth = {k: max(0.0, dot(own, r) / math.sqrt(dot(r, r))) for k, r in ({OWN: own_before} | rows_before).items()}
+    worth = {
+        k: max(0.0, dot(own, r) / math.sqrt(dot(r, r)))
+        for k, r in ({OWN: own_before} | rows_before).items()
+    }
     expected = {k: 0.5 * 0.25 + 0.5 * w / sum(worth.values()) for k, w in worth.items()}
     assert weights == pytest.approx(expected)
     assert direction == pytest.approx(mixed(expected, {OWN: own} | rows))
@@ -145,10 +159,17 @@ def test_training_by_it_prefers_users_alike(rule: Any, tmp_path: Any) -> None:
     def user(name: str, n: int, weights: Tensor) -> coterie.User:
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         inputs = torch.randn(n, 3, generator=generator)
-        return coterie.User(name, inputs, (inputs @ weights + 0.5 * torch.randn(n, generator=generator))[:, None])
+        return coterie.User(
+            name, inputs, (inputs @ weights + 0.5 * torch.randn(n, generator=generator))[:, None]
+        )
 
     me, peers = user("me", 200, truth), [user("alike", 200, truth), user("contrary", 200, -truth)]
-    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 60, "progress": False}
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.02,
+        "steps": 60,
+        "progress": False,
+    }
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     whole = coterie.train(model, mse_loss, me, peers, rule, **settings)
@@ -157,7 +178,10 @@ def test_training_by_it_prefers_users_alike(rule: Any, tmp_path: Any) -> None:
     coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, hooks=stopping, **settings)
     resumed = coterie.train(model, mse_loss, me, peers, rule, out=tmp_path, resume=True, **settings)
     assert torch.equal(resumed.state["tau"], whole.state["tau"])
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -168,10 +192,19 @@ def test_who_does_not_answer_is_known_again(rule: Any) -> None:
         g = gradients(step)
         assert g.rows is not None
         kept = [0, 2] if step in (0, 3) else [0, 1, 2]
-        names, left_out = tuple(NAMES[k] for k in kept), {NAMES[k]: "no answer" for k in {0, 1, 2} - {*kept}}
-        some = Gradients(g.own, rows=g.rows[kept], names=names, left_out=left_out, answered=len(kept) / 3)
+        names, left_out = (
+            tuple(NAMES[k] for k in kept),
+            {NAMES[k]: "no answer" for k in {0, 1, 2} - {*kept}},
+        )
+        some = Gradients(
+            g.own, rows=g.rows[kept], names=names, left_out=left_out, answered=len(kept) / 3
+        )
         back = Gradients(
-            g.own, rows=g.rows[kept[::-1]], names=names[::-1], left_out=left_out, answered=len(kept) / 3
+            g.own,
+            rows=g.rows[kept[::-1]],
+            names=names[::-1],
+            left_out=left_out,
+            answered=len(kept) / 3,
         )
         direction, state = rule(some, state)
         mirrored, other = rule(back, other)
@@ -201,8 +234,13 @@ def own_mean(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_rows_by_layer_are_captured_where_vmap_fails() -> None:
-    me, *peers = (coterie.User(name, torch.randn(9, 3), torch.randn(9, 1)) for name in ("me", *NAMES))
-    rule, settings = SimilarityGate(0.5), {"steps": 3, "capture": True, "progress": False, "measure": False}
+    me, *peers = (
+        coterie.User(name, torch.randn(9, 3), torch.randn(9, 1)) for name in ("me", *NAMES)
+    )
+    rule, settings = (
+        SimilarityGate(0.5),
+        {"steps": 3, "capture": True, "progress": False, "measure": False},
+    )
     run = coterie.train(nn.Linear(3, 1), own_mean, me, peers, rule, **settings)  # type: ignore[arg-type]
     assert not run.record.configuration.capture.startswith("off")
 
@@ -225,21 +263,32 @@ def test_a_step_asks_the_host_for_nothing(rule: Any, monkeypatch: pytest.MonkeyP
 def test_captured_steps_are_the_same(rule: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     me, *peers = (
-        coterie.User(name, torch.randn(40, 3, generator=generator), torch.randn(40, 1, generator=generator))
+        coterie.User(
+            name, torch.randn(40, 3, generator=generator), torch.randn(40, 1, generator=generator)
+        )
         for name in ("me", *NAMES)
     )
-    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 100, "progress": False}
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.02,
+        "steps": 100,
+        "progress": False,
+    }
     runs = []
     for capture in (False, True):
         torch.manual_seed(0)
-        runs.append(coterie.train(nn.Linear(3, 1), mse_loss, me, peers, rule, capture=capture, **settings))
+        runs.append(
+            coterie.train(nn.Linear(3, 1), mse_loss, me, peers, rule, capture=capture, **settings)
+        )
     one_by_one, captured = runs
     assert captured.record.configuration.capture != "off"
     assert not captured.record.configuration.capture.startswith("off")
     assert torch.equal(captured.model.weight, one_by_one.model.weight)  # type: ignore[arg-type]
     assert weights_in(captured.state) == weights_in(one_by_one.state)
     assert captured.record.end.tau == one_by_one.record.end.tau
-    assert [p.weight for p in captured.record.points] == [p.weight for p in one_by_one.record.points]
+    assert [p.weight for p in captured.record.points] == [
+        p.weight for p in one_by_one.record.points
+    ]
 
 
 @pytest.mark.parametrize(

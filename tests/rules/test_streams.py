@@ -33,14 +33,23 @@ def user(name: str, truth: Tensor = TRUTH, noise: float = 2.0) -> User:
 
 def run(peers: list[User], rule: Any = None, **changed: Any) -> coterie.Run:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.02, "steps": 400, "batch_size": 2}
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.02,
+        "steps": 400,
+        "batch_size": 2,
+    }
     rule = AdaptiveAveraging() if rule is None else rule
-    return coterie.train(nn.Linear(4, 1), mse_loss, user("me"), peers, rule, progress=False, **(settings | changed))
+    return coterie.train(
+        nn.Linear(4, 1), mse_loss, user("me"), peers, rule, progress=False, **(settings | changed)
+    )
 
 
 def test_a_stream_gives_fresh_batches_that_depend_on_seed_user_and_step() -> None:
     me = user("me")
-    batches = [me.batch(3, seed=seed, step=step)[0] for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    batches = [
+        me.batch(3, seed=seed, step=step)[0] for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0))
+    ]
     assert torch.equal(batches[0], batches[3])
     assert not torch.equal(batches[0], batches[1])
     assert not torch.equal(batches[0], batches[2])
@@ -51,7 +60,10 @@ def test_a_stream_gives_fresh_batches_that_depend_on_seed_user_and_step() -> Non
 
 
 def test_users_alike_share_and_the_contrary_get_nothing() -> None:
-    peers = [*(user(f"alike {k}") for k in range(4)), *(user(f"contrary {k}", -TRUTH) for k in range(4))]
+    peers = [
+        *(user(f"alike {k}") for k in range(4)),
+        *(user(f"contrary {k}", -TRUTH) for k in range(4)),
+    ]
     trained = run(peers)
     tau = weights_in(trained.state)
     assert sum(tau[f"contrary {k}"] for k in range(4)) < 0.02
@@ -61,7 +73,10 @@ def test_users_alike_share_and_the_contrary_get_nothing() -> None:
 
 
 def test_with_strangers_it_returns_to_alone() -> None:
-    far = [user(f"far {k}", 5 * torch.randn(4, generator=torch.Generator().manual_seed(k))) for k in range(5)]
+    far = [
+        user(f"far {k}", 5 * torch.randn(4, generator=torch.Generator().manual_seed(k)))
+        for k in range(5)
+    ]
     assert run(far).state["weight"] < 0.1
 
 
@@ -70,7 +85,10 @@ def test_copies_beat_alone() -> None:
     peers = [user(f"alike {k}") for k in range(8)]
     distances = {
         rule: np.mean(
-            [float((Parameters(run(peers, rule, seed=s).model).vector()[:4] - TRUTH).norm()) for s in (0, 1)]
+            [
+                float((Parameters(run(peers, rule, seed=s).model).vector()[:4] - TRUTH).norm())
+                for s in (0, 1)
+            ]
         )
         for rule in (coterie.Alone(), AdaptiveAveraging())
     }
@@ -84,7 +102,9 @@ def test_bias_and_noise_are_estimated_without_bias() -> None:
     rule = StreamAveraging(horizon=50_000)
     state = rule.init(torch.zeros(2))
     for _ in range(4000):
-        own, *rows = torch.randn(4, 2, generator=generator) * torch.tensor([[1.0], [1.0], [2.0], [1.0]])
+        own, *rows = torch.randn(4, 2, generator=generator) * torch.tensor(
+            [[1.0], [1.0], [2.0], [1.0]]
+        )
         g = Gradients(own, rows=torch.stack(rows) + shift, names=("a", "b", "c"))
         state = rule(g, state)[1]
     np.testing.assert_allclose(state["bias"], (shift @ shift.T).numpy(), atol=0.25)
@@ -145,14 +165,23 @@ def test_peers_that_come_and_go() -> None:
         own, *rows = torch.randn(4, 3, generator=generator, dtype=torch.float64)
         names = ("a", "b", "c") if step % 3 else ("a", "c")
         used = [row for name, row in zip("abc", rows, strict=True) if name in names]
-        g = Gradients(own, rows=torch.stack(used), names=names, left_out={} if "b" in names else {"b": "no answer"})
+        g = Gradients(
+            own,
+            rows=torch.stack(used),
+            names=names,
+            left_out={} if "b" in names else {"b": "no answer"},
+        )
         direction, state = rule(g, state)
         assert bool(direction.isfinite().all())
     counts = dict(zip(state["names"], state["counts"].diag().tolist(), strict=True))
-    assert counts == {"a": 199, "c": 199, "b": 66}  # steps in which it answered, after one in which it did
+    # steps in which it answered, after one in which it did
+    assert counts == {"a": 199, "c": 199, "b": 66}
     assert weights_in(state)["b"] > 0
     gone = Gradients(
-        own, rows=torch.empty(0, 3, dtype=torch.float64), names=(), left_out=dict.fromkeys("abc", "no answer")
+        own,
+        rows=torch.empty(0, 3, dtype=torch.float64),
+        names=(),
+        left_out=dict.fromkeys("abc", "no answer"),
     )
     direction, after = rule(gone, state)
     assert torch.equal(direction, own)

@@ -38,7 +38,14 @@ def by_command(
     """Return what the command line predicts for new rows."""
     training.to_csv(folder / "training.csv", index=False)
     new.to_csv(folder / "new.csv", index=False)
-    columns = ["--data", str(folder / "training.csv"), "--user-column", "hospital", "--target", target]
+    columns = [
+        "--data",
+        str(folder / "training.csv"),
+        "--user-column",
+        "hospital",
+        "--target",
+        target,
+    ]
     options = ["--me", "all", "--test", "0", "--out", str(folder / "run")]
     options += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     for command in (
@@ -56,7 +63,9 @@ def by_command(
         hospitals,
         pytest.param(
             real_heart,
-            marks=pytest.mark.skipif(REAL is None, reason="COTERIE_DATA names no folder with the real sets"),
+            marks=pytest.mark.skipif(
+                REAL is None, reason="COTERIE_DATA names no folder with the real sets"
+            ),
         ),
     ],
 )
@@ -74,10 +83,15 @@ def test_the_same_classes_and_probabilities_row_by_row(
     passing = make_column_transformer(("passthrough", list(rows)), verbose_feature_names_out=False)
     pipeline = make_pipeline(passing.set_output(transform="pandas"), estimator)
     for each in (estimator, pipeline):
-        scores = cross_validate(each, rows, target, cv=[split], scoring="accuracy", return_estimator=True)
+        scores = cross_validate(
+            each, rows, target, cv=[split], scoring="accuracy", return_estimator=True
+        )
         fitted, new = scores["estimator"][0], rows.iloc[split[1]]
         assert fitted.predict(new).tolist() == found["prediction"].tolist()
-        assert scores["test_score"][0] == (found["prediction"].to_numpy() == target.iloc[split[1]]).mean()
+        assert (
+            scores["test_score"][0]
+            == (found["prediction"].to_numpy() == target.iloc[split[1]]).mean()
+        )
         told = found[[f"probability_{each}" for each in fitted.classes_]]
         np.testing.assert_allclose(fitted.predict_proba(new), told, atol=1e-6)
     assert set(found["model"]) == {*set(table["hospital"]), "pooled"}

@@ -35,7 +35,9 @@ def net(n_inputs: int, n_outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(n_inputs, 3), nn.BatchNorm1d(3), nn.Linear(3, n_outputs))
 
 
-@pytest.mark.parametrize("estimator", [CoterieClassifier(steps=5, lr=0.5), CoterieRegressor(**QUICK)], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [CoterieClassifier(steps=5, lr=0.5), CoterieRegressor(**QUICK)], ids=repr
+)
 def test_scikit_learns_own_checks(estimator: CoterieClassifier | CoterieRegressor) -> None:
     check_estimator(estimator, on_skip=None)
 
@@ -57,7 +59,8 @@ def test_regression_is_in_the_targets_units_and_listens_to_who_is_alike() -> Non
     X, y = rows()[0], 100 + 24 * visits()["days"]
     fitted = CoterieRegressor("hospital", steps=100, lr=0.1).fit(X, y)
     assert fitted.score(X, y) > 0.9
-    assert fitted.weights_.loc["Geneva"].to_dict()["Bern"] > 0.9  # Basel's patients are the opposite
+    # Basel's patients are the opposite
+    assert fitted.weights_.loc["Geneva"].to_dict()["Bern"] > 0.9
 
 
 def steps_before() -> Pipeline:
@@ -73,8 +76,11 @@ def steps_before() -> Pipeline:
 def test_a_column_by_name_or_by_position_after_other_steps() -> None:
     X, y = rows()
     quick: dict[str, Any] = {"rule": coterie.WeightedAveraging(0.5), **QUICK}
-    named = make_pipeline(steps_before().set_output(transform="pandas"), CoterieClassifier("hospital", **quick))
-    by_position = make_pipeline(steps_before(), CoterieClassifier(-1, **quick))  # an array of objects
+    named = make_pipeline(
+        steps_before().set_output(transform="pandas"), CoterieClassifier("hospital", **quick)
+    )
+    # an array of objects
+    by_position = make_pipeline(steps_before(), CoterieClassifier(-1, **quick))
     wanted = named.fit(X, y).predict_proba(X)
     np.testing.assert_allclose(by_position.fit(X, y).predict_proba(X), wanted, atol=1e-6)
     assert list(by_position[-1].models_) == list(named[-1].models_)
@@ -93,7 +99,9 @@ def test_grid_search_finds_the_better_setting_and_clones_know_nothing() -> None:
 @pytest.mark.parametrize("module", [None, "mlp", net])
 def test_pickle_and_skops(module: Any) -> None:
     X, y = rows()
-    fitted = CoterieClassifier("hospital", module=module, rule=coterie.WeightedAveraging(0.5), **QUICK).fit(X, y)
+    fitted = CoterieClassifier(
+        "hospital", module=module, rule=coterie.WeightedAveraging(0.5), **QUICK
+    ).fit(X, y)
     stored = skops.io.dumps(fitted)
     untrusted = skops.io.get_untrusted_types(data=stored)
     assert all(name.startswith(("coterie.", "tests.")) for name in untrusted)
@@ -107,7 +115,9 @@ def test_nobody_elses_random_numbers_are_drawn() -> None:
     X, y = rows()
     before = pickle.dumps(np.random.get_state()), torch.get_rng_state()
     first, again, other = (
-        CoterieClassifier("hospital", rule=coterie.Alone(), random_state=seed, **QUICK).fit(X, y).predict_proba(X)
+        CoterieClassifier("hospital", rule=coterie.Alone(), random_state=seed, **QUICK)
+        .fit(X, y)
+        .predict_proba(X)
         for seed in (3, np.random.RandomState(0), np.random.RandomState(0))
     )
     assert pickle.dumps(np.random.get_state()) == before[0]

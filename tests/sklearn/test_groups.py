@@ -41,34 +41,53 @@ def test_numbers_name_groups_too_whatever_their_type() -> None:
     whole = CoterieClassifier("hospital", **QUICK).fit(X.assign(hospital=numbers), Y)
     assert set(whole.models_) == set(whole.weights_.to_dict()) == {1, 2, 3}
     as_floats = X.assign(hospital=numbers.astype(float))
-    np.testing.assert_array_equal(whole.predict_proba(as_floats), whole.predict_proba(X.assign(hospital=numbers)))
+    np.testing.assert_array_equal(
+        whole.predict_proba(as_floats), whole.predict_proba(X.assign(hospital=numbers))
+    )
     array = X.assign(hospital=numbers)[["age", "pressure", "hospital"]].to_numpy()
     assert list(CoterieClassifier(2, **QUICK).fit(array, Y).models_) == list(dict.fromkeys(numbers))
 
 
 def test_a_group_is_the_same_in_any_rows() -> None:
     """Rows of one group only, as text, as numbers, or without the names of columns, go to the same model."""
-    short = X.assign(hospital=X["hospital"].map({"Geneva": "2", "Bern": "Bern", "Basel": "7"}))[["hospital", "age"]]
+    short = X.assign(hospital=X["hospital"].map({"Geneva": "2", "Bern": "Bern", "Basel": "7"}))[
+        ["hospital", "age"]
+    ]
     fitted = CoterieClassifier(0, **QUICK).fit(short.to_numpy(dtype=object), Y)
     found = fitted.predict_proba(short.to_numpy(dtype=object))
     own = (short["hospital"] == "2").to_numpy()
-    np.testing.assert_array_equal(fitted.predict_proba(short[own].to_numpy(dtype=object)), found[own])
+    np.testing.assert_array_equal(
+        fitted.predict_proba(short[own].to_numpy(dtype=object)), found[own]
+    )
     by_name = CoterieClassifier("hospital", **QUICK).fit(short, Y)
     with pytest.warns(UserWarning, match="X does not have valid feature names"):
-        np.testing.assert_allclose(by_name.predict_proba(short.to_numpy(dtype=object)), found, atol=1e-6)
+        np.testing.assert_allclose(
+            by_name.predict_proba(short.to_numpy(dtype=object)), found, atol=1e-6
+        )
     numbers = short.assign(hospital=short["hospital"].map({"2": 2, "Bern": 3, "7": 7}))
     as_numbers = CoterieClassifier("hospital", **QUICK).fit(numbers, Y)
     texts = numbers.assign(hospital=numbers["hospital"].astype(str))
-    np.testing.assert_array_equal(as_numbers.predict_proba(texts), as_numbers.predict_proba(numbers))
+    np.testing.assert_array_equal(
+        as_numbers.predict_proba(texts), as_numbers.predict_proba(numbers)
+    )
 
 
 def test_only_me_listens_to_others() -> None:
-    everybody, mine = (CoterieClassifier("hospital", me=me, **QUICK).fit(X, Y) for me in (None, "Geneva"))
+    everybody, mine = (
+        CoterieClassifier("hospital", me=me, **QUICK).fit(X, Y) for me in (None, "Geneva")
+    )
     alone = CoterieClassifier("hospital", **QUICK | {"rule": coterie.Alone()}).fit(X, Y)
-    for name, wanted in (("Geneva", everybody), ("Bern", alone), ("Basel", alone), ("Chur", everybody)):
+    for name, wanted in (
+        ("Geneva", everybody),
+        ("Bern", alone),
+        ("Basel", alone),
+        ("Chur", everybody),
+    ):
         rows = X.assign(hospital=name)
         np.testing.assert_allclose(mine.predict_proba(rows), wanted.predict_proba(rows), atol=1e-6)
-    with pytest.raises(DataError, match=r"`me` names no group: those of the rows are .*'Basel'.*, got 'Chur'"):
+    with pytest.raises(
+        DataError, match=r"`me` names no group: those of the rows are .*'Basel'.*, got 'Chur'"
+    ):
         CoterieClassifier("hospital", me="Chur").fit(X, Y)
 
 
@@ -77,7 +96,8 @@ def test_one_group_is_trained_alone() -> None:
     fitted = CoterieClassifier("hospital", **QUICK).fit(X[only], Y[only])
     assert list(fitted.models_) == ["Bern"]
     np.testing.assert_array_equal(
-        fitted.predict_proba(X.assign(hospital="Chur")), fitted.predict_proba(X.assign(hospital="Bern"))
+        fitted.predict_proba(X.assign(hospital="Chur")),
+        fitted.predict_proba(X.assign(hospital="Bern")),
     )
 
 
@@ -87,7 +107,8 @@ def test_a_group_of_one_class_is_told_and_goes_to_the_pooled_model() -> None:
         fitted = CoterieClassifier("hospital", **QUICK).fit(X, targets)
     assert sorted(fitted.models_) == ["Basel", "Geneva"]
     np.testing.assert_array_equal(
-        fitted.predict_proba(X.assign(hospital="Bern")), fitted.predict_proba(X.assign(hospital="Chur"))
+        fitted.predict_proba(X.assign(hospital="Bern")),
+        fitted.predict_proba(X.assign(hospital="Chur")),
     )
 
 
@@ -97,13 +118,17 @@ def test_groups_that_predict_is_not_given_are_an_error() -> None:
     ):
         CoterieClassifier().fit(X[FEATURES[1:]], Y, groups=X["hospital"])
     fitted = CoterieClassifier("hospital", **QUICK).fit(X, Y)
-    with pytest.raises(ValueError, match="Feature names seen at fit time, yet now missing:\n- hospital"):
+    with pytest.raises(
+        ValueError, match="Feature names seen at fit time, yet now missing:\n- hospital"
+    ):
         fitted.predict(X[FEATURES[1:]])
     with pytest.raises(
         DataError, match=r"column 'hospital' is empty in 1 of 90 rows, first row 4 .*; say of which"
     ):
         fitted.predict(X.assign(hospital=X["hospital"].where(X.index != 4)))
-    with pytest.raises(KnobError, match=r"the columns of X have no names; give a position, or .*set_output"):
+    with pytest.raises(
+        KnobError, match=r"the columns of X have no names; give a position, or .*set_output"
+    ):
         CoterieClassifier("hospital").fit(X.to_numpy(), Y)
 
 
@@ -115,23 +140,47 @@ def test_groups_that_predict_is_not_given_are_an_error() -> None:
             DataError,
             "`group` is 'ward', which X does not have; its columns are 'hospital', 'age'",
         ),
-        ({"group": 4}, KnobError, "`group` must be the name or the position of one of 4 columns of X, got 4"),
-        ({"group": 1.5}, KnobError, "`group` must be the name or the position of one of 4 columns of X, got 1.5"),
+        (
+            {"group": 4},
+            KnobError,
+            "`group` must be the name or the position of one of 4 columns of X, got 4",
+        ),
+        (
+            {"group": 1.5},
+            KnobError,
+            "`group` must be the name or the position of one of 4 columns of X, got 1.5",
+        ),
         ({"categorical": ["ward"]}, DataError, "`categorical` is 'ward', which X does not have"),
-        ({"module": "deep"}, ModelError, "unknown model 'deep'; choose linear, mlp, or module.path:factory"),
-        ({"module": 3}, ModelError, "a model is made by a function of the numbers of inputs and outputs, got 3"),
-        ({"rule": "bc"}, KnobError, "`rule` must be a rule such as .* names are for the command line"),
+        (
+            {"module": "deep"},
+            ModelError,
+            "unknown model 'deep'; choose linear, mlp, or module.path:factory",
+        ),
+        (
+            {"module": 3},
+            ModelError,
+            "a model is made by a function of the numbers of inputs and outputs, got 3",
+        ),
+        (
+            {"rule": "bc"},
+            KnobError,
+            "`rule` must be a rule such as .* names are for the command line",
+        ),
         ({"steps": 0}, KnobError, "`steps` must be a whole number, at least 1, got 0"),
         ({"validation": 1.5}, DataError, r"`validation` must be above 0 and below 1, got 1.5"),
     ],
 )
-def test_bad_settings_are_told_by_fit(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_settings_are_told_by_fit(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         CoterieClassifier(**{"group": "hospital", **QUICK, **settings}).fit(X, Y)
 
 
 def test_bad_rows_are_told() -> None:
-    mixed = X.assign(hospital=X["hospital"].map({"Geneva": 1, "Bern": "1", "Basel": 2}).astype(object))
+    mixed = X.assign(
+        hospital=X["hospital"].map({"Geneva": 1, "Bern": "1", "Basel": 2}).astype(object)
+    )
     with pytest.raises(DataError, match="two groups are both written '1'"):
         CoterieClassifier("hospital").fit(mixed, Y)
     with pytest.raises(DataError, match="y has one class only"):

@@ -19,7 +19,9 @@ def exact_gaussian(noise: float, count: int, delta: float) -> float:
     mu = math.sqrt(count) / noise
 
     def excess(epsilon: float) -> float:
-        gained = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+        gained = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(
+            -mu / 2 - epsilon / mu
+        )
         return float(gained) - delta
 
     return float(brentq(excess, 0, 500))
@@ -28,7 +30,9 @@ def exact_gaussian(noise: float, count: int, delta: float) -> float:
 def by_prv(rate: float, noise: float, count: int, delta: float) -> float:
     """Return the ε of sampled Gaussians by Microsoft's accountant (Gopi, Lee and Wutschitz 2021)."""
     sampled = PoissonSubsampledGaussianMechanism(sampling_probability=rate, noise_multiplier=noise)
-    accountant = PRVAccountant([sampled], max_self_compositions=[count], eps_error=0.005, delta_error=delta / 1000)
+    accountant = PRVAccountant(
+        [sampled], max_self_compositions=[count], eps_error=0.005, delta_error=delta / 1000
+    )
     _, estimate, _ = accountant.compute_epsilon(delta, [count])
     return float(estimate)
 

@@ -21,7 +21,8 @@ Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 def delta_reached(epsilon: float, delta: float, kinds: Sequence[Event], most: int) -> float:
     """Return at least the δ that belongs to ε where all but `most` events, and all beyond ε at δ, are refused.
 
-    An event is of any of these kinds, whichever is best at the loss so far. Losses are rounded down.
+    An event is of any of these kinds, whichever is best at the loss so far. Losses are rounded
+    down.
     """
     chances = [_chances(kind) for kind in kinds]
 
@@ -32,7 +33,9 @@ def delta_reached(epsilon: float, delta: float, kinds: Sequence[Event], most: in
             more = tuple(count + (k == other) for other, count in enumerate(counts))
             spent = dict(zip(kinds, more, strict=True))
             if sum(more) <= most and epsilon_of(spent, delta) <= epsilon:
-                longer = np.concatenate([np.zeros(REACH), best(more), np.full(REACH, best(more)[-1])])
+                longer = np.concatenate(
+                    [np.zeros(REACH), best(more), np.full(REACH, best(more)[-1])]
+                )
                 found = np.maximum(found, signal.fftconvolve(longer, chance[::-1], mode="valid"))
         return found
 

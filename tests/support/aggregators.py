@@ -44,14 +44,18 @@ AGGREGATORS: dict[str, Aggregator] = {
 ROBUST = {name: aggregator for name, aggregator in AGGREGATORS.items() if name != "mean"}
 NOT_EQUIVARIANT = ("clipping", "bucketing", "mixing, clipping", "mixing, krum")
 """By design; and means of neighbours tie, which Krum decides by order."""
-EQUIVARIANT = {name: one for name, one in AGGREGATORS.items() if not name.startswith(NOT_EQUIVARIANT)}
+EQUIVARIANT = {
+    name: one for name, one in AGGREGATORS.items() if not name.startswith(NOT_EQUIVARIANT)
+}
 every_aggregator = pytest.mark.parametrize("aggregator", AGGREGATORS.values(), ids=AGGREGATORS)
 every_robust = pytest.mark.parametrize("aggregator", ROBUST.values(), ids=ROBUST)
 every_equivariant = pytest.mark.parametrize("aggregator", EQUIVARIANT.values(), ids=EQUIVARIANT)
 
 
 def normal(n: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def sum_of_distances(v: np.ndarray[Any, Any], x: np.ndarray[Any, Any]) -> float:

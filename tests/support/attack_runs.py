@@ -27,7 +27,9 @@ class Noise:
 
     def __call__(self, honest: Tensor, n: int, step: int) -> Tensor:
         """Return n rows of noise, the same for all."""
-        random = torch.randn(honest.shape[1], generator=torch.Generator().manual_seed(step)).to(honest)
+        random = torch.randn(honest.shape[1], generator=torch.Generator().manual_seed(step)).to(
+            honest
+        )
         row: Tensor = random / random.norm() * honest.norm(dim=1).median()
         return row.expand(n, -1).clone()
 
@@ -79,11 +81,15 @@ RULES: dict[str, Callable[[], Any]] = {
 @cache
 def users(seed: int) -> tuple[coterie.User, tuple[coterie.User, ...]]:
     """Return user 0 and its ten peers."""
-    task = coterie.data.digits_by_writer(me=WRITERS[seed % len(WRITERS)], own_examples=30, seed=seed)
+    task = coterie.data.digits_by_writer(
+        me=WRITERS[seed % len(WRITERS)], own_examples=30, seed=seed
+    )
     return task.me, task.peers[:PEERS]
 
 
-def accuracy(rule: str, attack: str, k: int, seed: int, *, guarded: bool, steps: int = 200) -> float:
+def accuracy(
+    rule: str, attack: str, k: int, seed: int, *, guarded: bool, steps: int = 200
+) -> float:
     """Return the accuracy on user 0's test examples where k peers attack; rule "alone" asks nobody."""
     me, peers = users(seed)
     names = [peer.name for peer in peers[:k]]

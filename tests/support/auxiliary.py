@@ -14,8 +14,8 @@ from coterie.theory import Constants
 class Auxiliary:
     """Problems in one coordinate, arrays of one number each; x is measured from user 0's optimum.
 
-    ∇f_0 = a x. The peers' mean is h(x) = b x + k with noise of variance `peers`. An observed bias on a batch is
-    (a − b + τξ)x − k + n, with ξ standard normal and n of variance `bias`.
+    ∇f_0 = a x. The peers' mean is h(x) = b x + k with noise of variance `peers`. An observed bias
+    on a batch is (a − b + τξ)x − k + n, with ξ standard normal and n of variance `bias`.
     """
 
     a: Array
@@ -26,11 +26,14 @@ class Auxiliary:
     bias: Array
     tau: Array
 
-    def run(self, rate: Array, lr: Array, rounds: int, steps: int, *, recursive: bool) -> tuple[Array, Array]:
+    def run(
+        self, rate: Array, lr: Array, rounds: int, steps: int, *, recursive: bool
+    ) -> tuple[Array, Array]:
         """Return the mean of E‖∇f_0(y)‖² over all points, and the largest variance of an observed bias."""
         shape = self.a.shape
         gap, one, none = self.a - self.b, np.ones(shape), np.zeros(shape)
-        state = np.stack([one, self.x, self.x, gap * self.x - self.k], -1)  # 1, y, x where the last round began, m
+        # 1, y, x where the last round began, m
+        state = np.stack([one, self.x, self.x, gap * self.x - self.k], -1)
         z = state[..., :, None] * state[..., None, :]
         first = self.bias + self.tau**2 * self.x**2
         z[..., 3, 3] += first
@@ -52,7 +55,11 @@ class Auxiliary:
             for _ in range(steps):
                 total += self.a**2 * z[..., 1, 1]
                 move = np.broadcast_to(np.eye(4), (*shape, 4, 4)).copy()
-                move[..., 1, 0], move[..., 1, 1], move[..., 1, 3] = -lr * self.k, 1 - lr * self.b, -lr
+                move[..., 1, 0], move[..., 1, 1], move[..., 1, 3] = (
+                    -lr * self.k,
+                    1 - lr * self.b,
+                    -lr,
+                )
                 z = move @ z @ np.swapaxes(move, -1, -2)
                 z[..., 1, 1] += lr**2 * self.peers
         return total / (rounds * steps), worst
@@ -86,7 +93,9 @@ def draw(rng: np.random.Generator, cases: int) -> Auxiliary:
     )
 
 
-def ratios(rng: np.random.Generator, cases: int, rounds: int, steps: int, *, recursive: bool) -> Array:
+def ratios(
+    rng: np.random.Generator, cases: int, rounds: int, steps: int, *, recursive: bool
+) -> Array:
     """Return the exact error over the bound, 0 where there is none, of random problems and knobs."""
     from coterie.theory import auxiliary_bound
 
@@ -98,6 +107,12 @@ def ratios(rng: np.random.Generator, cases: int, rounds: int, steps: int, *, rec
     first = problem.bias + problem.tau**2 * problem.x**2
     gap = problem.tau if recursive else None
     bound = auxiliary_bound(
-        problem.constants(np.minimum(worst, 1e200)), rate, lr, rounds, steps, initial_error=first, noise_gap=gap
+        problem.constants(np.minimum(worst, 1e200)),
+        rate,
+        lr,
+        rounds,
+        steps,
+        initial_error=first,
+        noise_gap=gap,
     )
     return np.where(np.isfinite(bound), exact / bound, 0.0)

@@ -126,7 +126,10 @@ TABLES: dict[str, tuple[Change, list[str]]] = {
     "a stray text among numbers": (_put("age", 3, "old"), []),
     "a stray text in the target": (_put("dose", 3, "much"), ["--target", "dose"]),
     "an infinite age": (_put("age", 0, math.inf), ["--leave-out", "b", "--leave-out", "c"]),
-    "decimal commas": (lambda f: f.assign(dose=f.dose.map("{:.1f}".format).str.replace(".", ",")), []),
+    "decimal commas": (
+        lambda f: f.assign(dose=f.dose.map("{:.1f}".format).str.replace(".", ",")),
+        [],
+    ),
     "dates": (lambda f: f.assign(seen="2020-02-03"), []),
     "no target": (_put("ill", 3, None), []),
     "nobody's row": (_put("ward", 4, None), []),
@@ -138,7 +141,9 @@ TABLES: dict[str, tuple[Change, list[str]]] = {
     "markup in a name": (lambda f: f.assign(ward=f.ward.replace("b", "[/blue]")), ["--steps", "0"]),
     "two targets": (lambda f: pd.concat([f, f[["ill"]]], axis=1), []),
     "too many categories": (
-        lambda f: pd.concat([f] * 90, ignore_index=True).assign(id=[f"id {i}" for i in range(8100)]),
+        lambda f: pd.concat([f] * 90, ignore_index=True).assign(
+            id=[f"id {i}" for i in range(8100)]
+        ),
         [],
     ),
 }
@@ -148,7 +153,12 @@ TABLES: dict[str, tuple[Change, list[str]]] = {
 def train(folder: Path, frame: pd.DataFrame, options: list[str]) -> list[str]:
     """Write a table, and return a command that trains on it."""
     frame.to_csv(folder / "visits.csv", index=False)
-    named = {"--data": str(folder / "visits.csv"), "--user-column": "ward", "--target": "ill", "--me": "a"}
+    named = {
+        "--data": str(folder / "visits.csv"),
+        "--user-column": "ward",
+        "--target": "ill",
+        "--me": "a",
+    }
     named |= {"--out": str(folder / "run"), "--steps": "3"}
     given = {name: value for name, value in named.items() if name not in options}
     return ["train", *(word for pair in given.items() for word in pair), *options]
@@ -156,17 +166,25 @@ def train(folder: Path, frame: pd.DataFrame, options: list[str]) -> list[str]:
 
 OTHERS: dict[str, Callable[[Path], list[str]]] = {
     "no command": lambda folder: ["fly"],
-    "a table that is not there": lambda folder: train(folder, table(), ["--data", str(folder / "none.csv")]),
+    "a table that is not there": lambda folder: train(
+        folder, table(), ["--data", str(folder / "none.csv")]
+    ),
     "a table that is a folder": lambda folder: train(folder, table(), ["--data", str(folder)]),
     "a table that is none": lambda folder: train(folder, table(), ["--data", _bytes(folder)]),
     "out is a file": lambda folder: train(folder, table(), ["--out", str(folder / "visits.csv")]),
-    "out within a file": lambda folder: train(folder, table(), ["--out", str(folder / "visits.csv" / "run")]),
+    "out within a file": lambda folder: train(
+        folder, table(), ["--out", str(folder / "visits.csv" / "run")]
+    ),
     "predict without a model": lambda folder: ["predict", str(folder), str(folder / "none.csv")],
     "predict into a missing folder": lambda folder: [
         *("predict", str(folder), str(folder / "none.csv"), "--out", str(folder / "no" / "p.csv"))
     ],
     "an import that is not there": lambda folder: ["--import", str(folder / "own.py"), "list"],
-    "an import of a module that is not there": lambda folder: ["--import", "no_such_module", "list"],
+    "an import of a module that is not there": lambda folder: [
+        "--import",
+        "no_such_module",
+        "list",
+    ],
     "an unknown kind to list": lambda folder: ["list", "dreams"],
     "an unknown figure": lambda folder: ["reproduce", "mona-lisa", "--out", str(folder / "r")],
     "an unknown set": lambda folder: ["bench", "--sets", "none", "--out", str(folder / "b")],
@@ -182,10 +200,32 @@ OTHERS: dict[str, Callable[[Path], list[str]]] = {
     "a condition that is none": lambda folder: [
         *("bench", "--sets", "digits", "--conditions", "rain", "--out", str(folder / "b"))
     ],
-    "bench of no users": lambda folder: ["bench", "--sets", "digits", "--users", "0", "--out", str(folder / "b")],
-    "bench of no steps": lambda folder: ["bench", "--sets", "digits", "--steps", "0", "--out", str(folder / "b")],
+    "bench of no users": lambda folder: [
+        "bench",
+        "--sets",
+        "digits",
+        "--users",
+        "0",
+        "--out",
+        str(folder / "b"),
+    ],
+    "bench of no steps": lambda folder: [
+        "bench",
+        "--sets",
+        "digits",
+        "--steps",
+        "0",
+        "--out",
+        str(folder / "b"),
+    ],
     "demo of nobody": lambda folder: ["demo", "--me", "99", "--out", str(folder / "d")],
-    "demo with too many examples": lambda folder: ["demo", "--own-examples", "9999", "--out", str(folder / "d")],
+    "demo with too many examples": lambda folder: [
+        "demo",
+        "--own-examples",
+        "9999",
+        "--out",
+        str(folder / "d"),
+    ],
     "demo of no seeds": lambda folder: ["demo", "--seeds", "0", "--out", str(folder / "d")],
     "plan without numbers": lambda folder: ["plan"],
     "plan of a δ without ε": lambda folder: _plan("--delta", "1e-3"),
@@ -214,14 +254,29 @@ def _bytes(folder: Path) -> str:
 
 
 def _plan(option: str, value: str) -> list[str]:
-    good = {"--n-peers": "3", "--noise": "1", "--bias-floor": "0.1", "--hessian-gap": "0.1", "--smoothness": "1"}
+    good = {
+        "--n-peers": "3",
+        "--noise": "1",
+        "--bias-floor": "0.1",
+        "--hessian-gap": "0.1",
+        "--smoothness": "1",
+    }
     good |= {"--pl": "0.5", "--steps": "100", "--initial-gap": "1"}
     return ["plan", *(word for pair in (good | {option: value}).items() for word in pair)]
 
 
 def _init(folder: Path, *options: str) -> list[str]:
     table().drop(columns="ward").to_csv(folder / "mine.csv", index=False)
-    good = ["--data", str(folder / "mine.csv"), "--target", "ill", "--site", "basel", "--server", "localhost"]
+    good = [
+        "--data",
+        str(folder / "mine.csv"),
+        "--target",
+        "ill",
+        "--site",
+        "basel",
+        "--server",
+        "localhost",
+    ]
     return ["federate", "init", str(folder / "trial"), *good, *options]
 
 
@@ -230,8 +285,14 @@ def _with(change: Change, options: list[str], folder: Path) -> list[str]:
 
 
 BAD_COMMANDS: dict[str, Callable[[Path], list[str]]] = {
-    **{f"train: {name}": partial(_with, lambda frame: frame, options) for name, options in OPTIONS.items()},
-    **{f"table: {name}": partial(_with, change, options) for name, (change, options) in TABLES.items()},
+    **{
+        f"train: {name}": partial(_with, lambda frame: frame, options)
+        for name, options in OPTIONS.items()
+    },
+    **{
+        f"table: {name}": partial(_with, change, options)
+        for name, (change, options) in TABLES.items()
+    },
     **OTHERS,
 }
 """All of them by name, as functions of a folder that make what the command needs and return its words."""

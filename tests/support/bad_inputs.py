@@ -24,7 +24,10 @@ Attempt = Callable[[Path], object]
 
 INPUTS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(8) % 4
-ME, PEER = User("me", INPUTS, CLASSES, validation=(INPUTS, CLASSES)), User("ward 3", INPUTS, CLASSES)
+ME, PEER = (
+    User("me", INPUTS, CLASSES, validation=(INPUTS, CLASSES)),
+    User("ward 3", INPUTS, CLASSES),
+)
 MODEL = nn.Linear(3, 4)
 NAN = math.nan
 
@@ -99,9 +102,34 @@ TRAIN: dict[str, list[Any]] = {
         lambda o, t: None,
         lambda o: o.mean(),
     ],
-    "me": [None, "me", (INPUTS, CLASSES), [ME], TensorDataset(INPUTS, CLASSES), DataLoader(TensorDataset(INPUTS))],
-    "peers": [None, PEER, "ward", 3, {"ward": PEER}, [None], [(INPUTS, CLASSES)], [PEER, PEER], [ME], []],
-    "rule": ["wga", coterie.WeightedAveraging, 0.5, [coterie.Alone()], lambda g, s: (g.own, s), methods.FedAvg],
+    "me": [
+        None,
+        "me",
+        (INPUTS, CLASSES),
+        [ME],
+        TensorDataset(INPUTS, CLASSES),
+        DataLoader(TensorDataset(INPUTS)),
+    ],
+    "peers": [
+        None,
+        PEER,
+        "ward",
+        3,
+        {"ward": PEER},
+        [None],
+        [(INPUTS, CLASSES)],
+        [PEER, PEER],
+        [ME],
+        [],
+    ],
+    "rule": [
+        "wga",
+        coterie.WeightedAveraging,
+        0.5,
+        [coterie.Alone()],
+        lambda g, s: (g.own, s),
+        methods.FedAvg,
+    ],
     "optimizer": [
         "adam",
         3,
@@ -117,7 +145,16 @@ TRAIN: dict[str, list[Any]] = {
     ],
     "lr": [*NOT_A_SIZE, "fast", 1j],
     "clip_norm": [*NOT_A_SIZE, "small"],
-    "scheduler": ["cosine", 3, StepLR, StepLR(SGD, 1), lambda o: None, failing, [StepLR], lambda: None],
+    "scheduler": [
+        "cosine",
+        3,
+        StepLR,
+        StepLR(SGD, 1),
+        lambda o: None,
+        failing,
+        [StepLR],
+        lambda: None,
+    ],
     "steps": [*NOT_A_COUNT, None],
     "epochs": NOT_A_COUNT,
     "batch_size": [*NOT_A_COUNT, None, 2.7],
@@ -184,7 +221,9 @@ USERS: dict[str, Callable[[], User]] = {
 """Users that cannot be made."""
 
 OWN: dict[str, Callable[[], dict[str, Any]]] = {
-    "NaN validation inputs": lambda: {"me": User("me", INPUTS, CLASSES, validation=(holes(INPUTS), CLASSES))},
+    "NaN validation inputs": lambda: {
+        "me": User("me", INPUTS, CLASSES, validation=(holes(INPUTS), CLASSES))
+    },
     "NaN test inputs": lambda: {"me": User("me", INPUTS, CLASSES, test=(holes(INPUTS), CLASSES))},
     "one class": lambda: {"me": User("me", INPUTS, CLASSES * 0)},
     "class too many": lambda: {"me": User("me", INPUTS, CLASSES + 1)},
@@ -194,10 +233,14 @@ OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "an unread peer": lambda: {"peers": [User.from_dataset("a", Unread())]},
     "unread validation": lambda: {"me": User("me", INPUTS, CLASSES, validation=Unread())},
     "a stream that raises": lambda: {"me": stream(failing)},
-    "a stream of the wrong size": lambda: {"me": stream(lambda size, seed, step: (INPUTS[:2], CLASSES[:2]))},
+    "a stream of the wrong size": lambda: {
+        "me": stream(lambda size, seed, step: (INPUTS[:2], CLASSES[:2]))
+    },
     "a stream of one part": lambda: {"me": stream(lambda size, seed, step: INPUTS[:size])},
     "a stream of nothing": lambda: {"me": stream(lambda size, seed, step: None)},
-    "a stream of unequal parts": lambda: {"me": stream(lambda size, seed, step: (INPUTS[:size], CLASSES[:2]))},
+    "a stream of unequal parts": lambda: {
+        "me": stream(lambda size, seed, step: (INPUTS[:size], CLASSES[:2]))
+    },
     "a stream of two arguments": lambda: {"me": stream(lambda size, seed: None)},
     "a stream in epochs": lambda: {"me": stream(failing), "epochs": 2},
     "steps and epochs": lambda: {"steps": 7, "epochs": 2},
@@ -207,12 +250,17 @@ OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "a method with a norm": lambda: {"rule": methods.FedAvg(), "clip_norm": 1.0},
     "a method with a norm bound": lambda: {"rule": methods.FedAvg(), "norm_bound": 2.0},
     "tuning that never begins": lambda: {"rule": methods.FineTuning(3), "steps": 3},
-    "tuning of a sample that never begins": lambda: {"rule": methods.Sampled(methods.FineTuning(9), 1), "steps": 3},
+    "tuning of a sample that never begins": lambda: {
+        "rule": methods.Sampled(methods.FineTuning(9), 1),
+        "steps": 3,
+    },
     "trackers without a folder": lambda: {"trackers": ["mlflow"], "out": None},
     "a guard without validation": lambda: {"me": User("me", INPUTS, CLASSES), "guard": "held-out"},
     "a value that cannot be shown": lambda: {"steps": Unshown()},
     "an unknown peer": lambda: {"rule": coterie.WeightedAveraging(0.5, {"nobody": 1.0})},
-    "too few peers": lambda: {"rule": coterie.WeightedAveraging(0.5, aggregator=aggregators.TrimmedMean(3))},
+    "too few peers": lambda: {
+        "rule": coterie.WeightedAveraging(0.5, aggregator=aggregators.TrimmedMean(3))
+    },
 }
 """Settings of `train` that do not go together, and examples that nothing can be learned from."""
 
@@ -299,7 +347,11 @@ def _all() -> Iterator[tuple[str, Attempt]]:
 
 
 def _short(value: object) -> str:
-    text = type(value).__name__ if isinstance(value, nn.Module | Tensor | np.ndarray | User) else repr(value)
+    text = (
+        type(value).__name__
+        if isinstance(value, nn.Module | Tensor | np.ndarray | User)
+        else repr(value)
+    )
     return text.partition(" at 0x")[0].partition("\n")[0][:40]
 
 

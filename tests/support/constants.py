@@ -34,7 +34,9 @@ def problems(draw: st.DrawFn, *, growing: bool = False) -> Constants:
 
 
 def some_lr(problem: Constants, alpha: float) -> Any:
-    return 0.3 * np.minimum(theory.averaging(problem, alpha).max_lr, theory.correction_max_lr(problem, alpha, 0.5))
+    return 0.3 * np.minimum(
+        theory.averaging(problem, alpha).max_lr, theory.correction_max_lr(problem, alpha, 0.5)
+    )
 
 
 GOOD: dict[str, Any] = {"smoothness": 1, "pl": 0.5, "initial_gap": 1, "noise": 1}

@@ -17,7 +17,9 @@ def counting(name: str, size: int) -> coterie.User:
     return coterie.User(name, torch.arange(float(size))[:, None], torch.arange(size))
 
 
-def indices(user: coterie.User, size: int, steps: range, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
+def indices(
+    user: coterie.User, size: int, steps: range, seed: int = 0
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.stack([user.batch(size, seed=seed, step=step)[1].numpy() for step in steps])
 
 

@@ -1,7 +1,7 @@
 """Files that are read again, truncated and with flipped bits: what comes of reading them.
 
-`corrupt(name, folder, truncations, flips)` writes a good file of a kind, damages it so many times, reads it each
-time as coterie does, and counts what came of it. `KINDS` are the kinds.
+`corrupt(name, folder, truncations, flips)` writes a good file of a kind, damages it so many times,
+reads it each time as coterie does, and counts what came of it. `KINDS` are the kinds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from coterie.tables.fit import fit
 from coterie.tables.predict import predict
 
 ROWS = pd.DataFrame(
-    {"who": ["a", "b"] * 45, "u": np.arange(90) % 7, "v": np.arange(90) % 5, "y": np.arange(90) // 2 % 2}
+    {
+        "who": ["a", "b"] * 45,
+        "u": np.arange(90) % 7,
+        "v": np.arange(90) % 5,
+        "y": np.arange(90) // 2 % 2,
+    }
 )
 
 
@@ -48,7 +53,8 @@ class Kind:
 
     make: Callable[[Path], Path]  # writes a good one into an empty folder, and returns its path
     read: Callable[[Path], Any]  # as coterie does, by its path
-    survives: Callable[[Any, Any], bool] = lambda read, whole: False  # whether what was read may pass for the whole
+    # whether what was read may pass for the whole
+    survives: Callable[[Any, Any], bool] = lambda read, whole: False
 
 
 def corrupt(name: str, folder: Path, truncations: int, flips: int, seed: int = 0) -> Outcome:
@@ -88,8 +94,20 @@ def _read(kind: Kind, path: Path, whole: Any, outcome: Outcome) -> None:
 def _trained() -> tempfile.TemporaryDirectory[str]:
     """Return a folder in which a model was trained from a table, by a rule that is chosen."""
     folder = tempfile.TemporaryDirectory()
-    task, rule = from_table(ROWS, user_column="who", target="y", me="a"), coterie.WeightedAveraging("auto")
-    fit(task, rule, "linear", Path(folder.name), steps=6, evaluate_every=2, progress=False, trackers=())
+    task, rule = (
+        from_table(ROWS, user_column="who", target="y", me="a"),
+        coterie.WeightedAveraging("auto"),
+    )
+    fit(
+        task,
+        rule,
+        "linear",
+        Path(folder.name),
+        steps=6,
+        evaluate_every=2,
+        progress=False,
+        trackers=(),
+    )
     return folder
 
 
@@ -103,7 +121,9 @@ def _run_folder(file: str) -> Callable[[Path], Path]:
 
 def _store(file: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        Store(folder, 3).add(Cell("digits", "linear", "honest", "a", 0, "alone"), {"score": 0.123456789})
+        Store(folder, 3).add(
+            Cell("digits", "linear", "honest", "a", 0, "alone"), {"score": 0.123456789}
+        )
         return next(folder.glob(file))
 
     return make
@@ -119,7 +139,11 @@ def _ledger(path: Path, file: str = "requests.jsonl") -> Path:
 def _lines(path: Path) -> list[Any]:
     record = coterie.Record.load(path)
     points = [point.to_plain() for point in record.points]
-    return [record.configuration.to_plain(), *points, *([record.end.to_plain()] if record.ended else [])]
+    return [
+        record.configuration.to_plain(),
+        *points,
+        *([record.end.to_plain()] if record.ended else []),
+    ]
 
 
 def _lost_at_most_one(read: list[Any], whole: list[Any]) -> bool:
@@ -139,7 +163,8 @@ KINDS = {
     "bench settings": Kind(_store("settings.json"), lambda path: Store(path.parent, 3)),
     "ledger": Kind(_ledger, lambda path: Ledger(path).given),
     "ledger's count": Kind(
-        partial(_ledger, file="requests.jsonl.count"), lambda path: Ledger(path.with_suffix("")).given
+        partial(_ledger, file="requests.jsonl.count"),
+        lambda path: Ledger(path.with_suffix("")).given,
     ),
     "bench cell": Kind(_store("cells/*.json"), lambda path: Store(path.parent.parent, 3).rows()),
 }

@@ -1,7 +1,7 @@
 """The engines that the conformance suite is run on.
 
-An engine joins by a line in `ENGINES`: a context that gives a function which makes engines, and in which their
-processes, if they have any, live.
+An engine joins by a line in `ENGINES`: a context that gives a function which makes engines, and in
+which their processes, if they have any, live.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from coterie.flower import FlowerGrid, client_app
 from coterie.gradients.parameters import Parameters
 
 
-def _flare(model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any) -> Remote:
+def _flare(
+    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any
+) -> Remote:
     """Return the engine with sites whose models are at other parameters and have other buffers."""
     held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
     made: Remote = Remote(model, loss, me, sites=LocalSites(held), names=list(held), **how)
     return made
 
 
-def _flower(model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any) -> Remote:
+def _flower(
+    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any
+) -> Remote:
     """Return the engine with a ClientApp for each peer; all messages are packed as Flower carries them."""
 
     def app_of(peer: coterie.User) -> ClientApp:

@@ -24,7 +24,8 @@ class Exact(NamedTuple):
 class Quadratics:
     """Many problems at once, arrays of shape (cases, coordinates); x is measured from user 0's optimum.
 
-    ∇f_0 = a x with noise of variance v_0 + M_0(a x)²; ∇f_avg = b x + k with noise v_1 + M_1(b x + k)².
+    ∇f_0 = a x with noise of variance v_0 + M_0(a x)²; ∇f_avg = b x + k with noise v_1 + M_1(b x +
+    k)².
     """
 
     a: Array
@@ -47,10 +48,14 @@ class Quadratics:
         oracle: Any = None,
     ) -> Exact:
         """Return the exact moments of averaging, of bias correction from c = (mean, variance), of an oracle."""
-        alpha, beta = (np.broadcast_to(np.reshape(knob, (-1, 1)), self.a.shape) for knob in (alpha, beta))
+        alpha, beta = (
+            np.broadcast_to(np.reshape(knob, (-1, 1)), self.a.shape) for knob in (alpha, beta)
+        )
         rates = np.broadcast_to(lr, (steps, len(self.a)))[..., None]
         mean, variance = (np.zeros_like(self.a),) * 2 if c is None else c
-        moments = np.einsum("...i,...j", state := np.stack([np.ones_like(self.x), self.x, mean], -1), state)
+        moments = np.einsum(
+            "...i,...j", state := np.stack([np.ones_like(self.x), self.x, mean], -1), state
+        )
         moments[..., 2, 2] += variance
         total = np.zeros(self.a.shape)
         for eta in rates:
@@ -117,7 +122,11 @@ def draw(rng: np.random.Generator, *, growing: bool = False) -> tuple[Quadratics
     )
     constants = problem.constants(log_uniform(-1, 1, CASES))
     most = np.minimum(1, 0.95 / np.sqrt(np.maximum(constants.bias_growth, 1e-9)))
-    return problem, constants, most * rng.choice([0, 1, 0.3, 0.7], CASES) * rng.uniform(0.8, 1, CASES)
+    return (
+        problem,
+        constants,
+        most * rng.choice([0, 1, 0.3, 0.7], CASES) * rng.uniform(0.8, 1, CASES),
+    )
 
 
 def some(rng: np.random.Generator, limit: Any) -> Any:
@@ -128,7 +137,9 @@ def some(rng: np.random.Generator, limit: Any) -> Any:
 def assert_bounds(exact: Array, bound: Any, *, tight: float) -> None:
     """Assert that the bound holds in every case, and is within a factor of the truth in one."""
     ratio = np.divide(exact, bound, out=np.where(exact > 0, np.inf, 0), where=bound > 0)
-    assert (ratio <= 1 + 1e-9).all(), f"the bound fails in {np.sum(ratio > 1)} cases, by up to {ratio.max()}"
+    assert (ratio <= 1 + 1e-9).all(), (
+        f"the bound fails in {np.sum(ratio > 1)} cases, by up to {ratio.max()}"
+    )
     assert ratio.max() >= tight
 
 

@@ -35,7 +35,9 @@ class ExactUsers(Clients):
         return torch.einsum("ki,kij,kj->k", apart, self.problem.curvatures, apart) / 2 + self.least
 
     def losses_over_all(self, models: Tensor, step: int) -> Tensor:
-        return torch.stack([self.losses(model.expand(len(self.names), -1), step) for model in models])
+        return torch.stack(
+            [self.losses(model.expand(len(self.names), -1), step) for model in models]
+        )
 
     def play(self, method: Method, rounds: int, lr: float) -> Tensor:
         """Return the personal models after some rounds."""

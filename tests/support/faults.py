@@ -1,7 +1,7 @@
 """Faults of engines and folders: each happens in the middle of a run, which must go on, or say what is wrong.
 
-`FAULTS` has them by name; each takes an empty folder and returns what came of it: "went on", "refused" (a typed
-error that keeps the run) or what else.
+`FAULTS` has them by name; each takes an empty folder and returns what came of it: "went on",
+"refused" (a typed error that keeps the run) or what else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Faulty:
     fault: str
     before: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         """Ask the sites that are here, and change what "b" replies."""
         replies = dict(self.sites.ask(names, method, timeout, **arguments).replies)
         step = arguments["request"]["step"] if method == "gradients" else FIRST
@@ -91,10 +93,20 @@ def trained(folder: Path, fault: str | None = None, **options: Any) -> coterie.R
         there = coterie.InProcess(model, loss, me, others, batch_size=batch_size, seed=seed)
         sites = Faulty(LocalSites({peer.name: there.peer(peer.name) for peer in others}), fault)
         return Remote(
-            model, loss, me, [], names="abc", sites=sites, batch_size=batch_size, seed=seed, probe_every=2
+            model,
+            loss,
+            me,
+            [],
+            names="abc",
+            sites=sites,
+            batch_size=batch_size,
+            seed=seed,
+            probe_every=2,
         )
 
-    return coterie.train(nn.Linear(3, 2), cross_entropy, me, [], rule, engine=engine, **settings | options)
+    return coterie.train(
+        nn.Linear(3, 2), cross_entropy, me, [], rule, engine=engine, **settings | options
+    )
 
 
 def of_a_site(fault: str, folder: Path) -> str:
@@ -102,7 +114,11 @@ def of_a_site(fault: str, folder: Path) -> str:
     run = trained(folder, fault)
     finite = all(bool(p.isfinite().all()) for p in run.model.parameters())
     counted = set(run.record.end.left_out) == {"b"}
-    return "went on" if run.step == STEPS and finite and counted else f"{run.step} steps, {run.record.end.left_out}"
+    return (
+        "went on"
+        if run.step == STEPS and finite and counted
+        else f"{run.step} steps, {run.record.end.left_out}"
+    )
 
 
 def of_a_disk(number: int, folder: Path) -> str:
@@ -110,7 +126,11 @@ def of_a_disk(number: int, folder: Path) -> str:
     disk = Disk(number, FIRST, LAST)
     with disk.used():
         run = trained(folder, hooks=[disk.follow])
-    return "went on" if run.step == STEPS and disk.failures else f"{run.step} steps, {disk.failures} failures"
+    return (
+        "went on"
+        if run.step == STEPS and disk.failures
+        else f"{run.step} steps, {disk.failures} failures"
+    )
 
 
 def of_the_clock(folder: Path) -> str:
@@ -124,7 +144,10 @@ def of_the_clock(folder: Path) -> str:
     with mock.patch.object(time, "time", back):
         run = trained(folder)
     whole = trained(folder / "whole")
-    same = all(torch.equal(a, b) for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True)
+    )
     return "went on" if same else "other numbers"
 
 

@@ -41,7 +41,9 @@ class DirectGrid(Grid):
             node, name = message.metadata.dst_node_id, str(len(self.asked) + 1)
             self.asked.append((node, message.metadata.message_type))
             message.metadata.__dict__["_message_id"] = name
-            context = Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
+            context = Context(
+                run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={}
+            )
             ids.append(name)
             try:
                 self.replies[name] = self.apps[node](message, context)
@@ -52,5 +54,7 @@ class DirectGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         return [self.replies.pop(one) for one in message_ids if one in self.replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         raise NotImplementedError

@@ -44,10 +44,13 @@ class Disk:
         number: the error, as `errno.ENOSPC`.
         first: the first step after which writing fails.
         last: the last one.
-        calls: the functions of `os` that fail: `pwrite` adds a line to a record, `fsync` is part of all else.
+        calls: the functions of `os` that fail: `pwrite` adds a line to a record, `fsync` is part of
+            all else.
     """
 
-    def __init__(self, number: int, first: int, last: int, calls: Sequence[str] = ("pwrite", "fsync")) -> None:
+    def __init__(
+        self, number: int, first: int, last: int, calls: Sequence[str] = ("pwrite", "fsync")
+    ) -> None:
         self.number, self.first, self.last, self.calls = number, first, last, calls
         self.failures = self.step = 0
 

@@ -3,8 +3,8 @@
     python -m tests.support.frozen --compare [PART OF A NAME ...]
     python -m tests.support.frozen --write [PART OF A NAME ...]
 
-Where this machine computes as the one that wrote `tests/frozen.json`, which `machine` tells, every bit must agree;
-elsewhere the rounded values must, to `TOLERANCE`.
+Where this machine computes as the one that wrote `tests/frozen.json`, which `machine` tells, every
+bit must agree; elsewhere the rounded values must, to `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def rounded(vector: Tensor) -> list[float]:
     values = vector.double().numpy()
     if len(values) > WHOLE:
         places = np.arange(len(values))
-        waves = [np.cos((1 + 2 * k) * (places + 0.5) * math.pi / (2 * len(values))) for k in (0, 1, 3, 7)]
+        waves = [
+            np.cos((1 + 2 * k) * (places + 0.5) * math.pi / (2 * len(values))) for k in (0, 1, 3, 7)
+        ]
         values = np.array([np.linalg.norm(values), *(values @ wave for wave in waves)])
     return [float(f"{value:.9g}") for value in values.tolist()]
 
@@ -59,7 +61,10 @@ def rounded(vector: Tensor) -> list[float]:
 def frozen(parts: Parts) -> dict[str, Any]:
     """Return what is stored of a case: for each part its digest and its rounded values."""
     return {
-        part: {"digest": digest(vectors), "values": {name: rounded(v) for name, v in sorted(vectors.items())}}
+        part: {
+            "digest": digest(vectors),
+            "values": {name: rounded(v) for name, v in sorted(vectors.items())},
+        }
         for part, vectors in parts.items()
         if vectors
     }
@@ -96,9 +101,15 @@ def differences(now: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, 
             if missing:
                 apart_by[part] = math.inf, "; ".join(sorted(missing.values())[:5])
             else:
-                far = {name: apart(ours["values"][name], theirs["values"][name]) for name in sorted(names)}
+                far = {
+                    name: apart(ours["values"][name], theirs["values"][name])
+                    for name in sorted(names)
+                }
                 worst = max(far, key=far.__getitem__)
-                apart_by[part] = far[worst], f"{worst!r}: {ours['values'][worst]} was {theirs['values'][worst]}"
+                apart_by[part] = (
+                    far[worst],
+                    f"{worst!r}: {ours['values'][worst]} was {theirs['values'][worst]}",
+                )
     return apart_by
 
 
@@ -140,7 +151,13 @@ def draws() -> list[float]:
     torch.manual_seed(1)
     ones = torch.ones(8)
     drawn = torch.cat(
-        [torch.rand(4), torch.randn(4), torch.randn(20), f.dropout(ones, 0.5), torch.empty(3).uniform_()]
+        [
+            torch.rand(4),
+            torch.randn(4),
+            torch.randn(20),
+            f.dropout(ones, 0.5),
+            torch.empty(3).uniform_(),
+        ]
     )
     torch.set_rng_state(before)
     return [round(value, 4) for value in drawn.tolist()]
@@ -166,9 +183,13 @@ def said(difference: Mapping[str, tuple[float, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or compare; return how many cases have other bits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--write", action="store_true", help="rewrite tests/frozen.json, or the cases named in it")
+    which.add_argument(
+        "--write", action="store_true", help="rewrite tests/frozen.json, or the cases named in it"
+    )
     which.add_argument("--compare", action="store_true", help="compare with tests/frozen.json")
     parser.add_argument("--all", action="store_true", help="show the cases with the same bits too")
     parser.add_argument("--times", action="store_true", help="show the slowest cases")
@@ -177,7 +198,9 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     if asked.write and asked.name and stored()["machine"] != machine():
-        parser.error("bits of two machines cannot be mixed: --compare shows what changed, --write alone writes all")
+        parser.error(
+            "bits of two machines cannot be mixed: --compare shows what changed, --write alone writes all"
+        )
     names = [name for name in CASES if not asked.name or any(part in name for part in asked.name)]
     times, now = {}, {}
     for name in names:
@@ -203,20 +226,34 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name:50}  GONE")
     other = sum(bool(difference) for difference in changes.values()) + len(gone)
     alike = "computes as" if machine() == before["machine"] else "does not compute as"
-    print(f"{len(names)} cases, {other} with other bits; this machine {alike} the one that wrote them")
+    print(
+        f"{len(names)} cases, {other} with other bits; this machine {alike} the one that wrote them"
+    )
     return other
 
 
 def _write(now: Mapping[str, Any]) -> None:
     """Write one case a line, so that a change shows which cases it is in."""
     cases = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in now["cases"].items()
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
+        for name, value in now["cases"].items()
     )
     head = f'"machine": {json.dumps(now["machine"])},\n"draws": {json.dumps(now["draws"])}'
     PATH.write_text(f'{{\n{head},\n"cases": {{\n{cases}\n}}\n}}\n', encoding="utf-8")
 
 
-__all__ = ["BITS", "CASES", "DRAWS", "TOLERANCE", "differences", "draws", "machine", "said", "stored", "taken"]
+__all__ = [
+    "BITS",
+    "CASES",
+    "DRAWS",
+    "TOLERANCE",
+    "differences",
+    "draws",
+    "machine",
+    "said",
+    "stored",
+    "taken",
+]
 
 if __name__ == "__main__":
     sys.exit(min(1, main(sys.argv[1:])))

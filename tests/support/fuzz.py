@@ -4,7 +4,8 @@
     >>> [kind for kind in fuzz.frames_to_a_worker(20) if kind not in ("answered", "typed")]
     []
 
-Every function takes how many messages to send and a seed. What it counts as "untyped: …" is a fault.
+Every function takes how many messages to send and a seed. What it counts as "untyped: …" is a
+fault.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def model() -> nn.Module:
 
 def user(name: str = "a") -> coterie.User:
     """Return somebody with 20 examples."""
-    return coterie.User(name, torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)
+    return coterie.User(
+        name, torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
+    )
 
 
 @contextmanager
@@ -80,7 +83,12 @@ def worker(
         group.store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
     calls = dict.fromkeys(("broadcast", "reduce", "gather", "init_process_group"), mock.DEFAULT)
     with mock.patch.multiple(dist, **calls), mock.patch.object(Wire, "share_constants"):
-        given: dict[str, Any] = {"sums_only": masked, "secure_sums": masked, "log": None, "privacy": None}
+        given: dict[str, Any] = {
+            "sums_only": masked,
+            "secure_sums": masked,
+            "log": None,
+            "privacy": None,
+        }
         yield _Worker(group, model(), cross_entropy, user(), caps=Caps(), **given)
 
 
@@ -113,7 +121,8 @@ def frames_to_a_masked_worker(n: int, seed: int = 0) -> Counter[str]:
     rng, outcomes = np.random.default_rng(seed), Counter[str]()
     others = {name: Member(Identity(name), SumsOnly()) for name in "bc"}
     with worker(masked=True) as one:
-        one.group.store.set_timeout(timedelta(milliseconds=1))  # for what nobody will ever leave there
+        # for what nobody will ever leave there
+        one.group.store.set_timeout(timedelta(milliseconds=1))
         for k in range(n):
             one.wire.take_points(1)
             request = one.wire.request
@@ -121,7 +130,11 @@ def frames_to_a_masked_worker(n: int, seed: int = 0) -> Counter[str]:
             one.answer(told_to_end=False)
             offers: dict[str, Any] = {"a": one.group.read_note(f"sums/{k}/offer/1", "a")}
             offers |= {name: other.offer() for name, other in others.items()}
-            told: dict[str, Any] = {"weights": dict.fromkeys(offers, 1 / 3), "largest": 16.0, "offers": offers}
+            told: dict[str, Any] = {
+                "weights": dict.fromkeys(offers, 1 / 3),
+                "largest": 16.0,
+                "offers": offers,
+            }
             is_part = bool(k % 3)
             note = told if is_part else _message(told, rng)
             one.group.store.set(f"sums/{k}/agreement", json.dumps(note, default=str))
@@ -146,7 +159,9 @@ def _spoil(data: Any, head: Any, weights: Any, rng: np.random.Generator) -> None
     elif how == 2:
         head[rng.integers(len(head))] = rng.choice(NUMBERS)
     else:
-        weights.flat[rng.integers(weights.size)] = rng.choice([np.nan, np.inf, -np.inf, -1, 0, 1e308, 1e-308])
+        weights.flat[rng.integers(weights.size)] = rng.choice(
+            [np.nan, np.inf, -np.inf, -1, 0, 1e308, 1e-308]
+        )
 
 
 def _oddities(rng: np.random.Generator) -> list[Any]:
@@ -204,7 +219,14 @@ def messages_to_a_site(n: int, seed: int = 0) -> Counter[str]:
     """Send dictionaries of wrong things to a site of NVFLARE; what is given must be finite, within the caps."""
     rng = np.random.default_rng(seed)
     peer = Peer(user(), Passes(model(), cross_entropy), Caps(norm=1.0, examples=4))
-    fields = {"points": _oddities(rng)[0], "step": 3, "seed": 0, "batch_size": 8, "buffers": {}, "frozen": None}
+    fields = {
+        "points": _oddities(rng)[0],
+        "step": 3,
+        "seed": 0,
+        "batch_size": 8,
+        "buffers": {},
+        "frozen": None,
+    }
 
     def send(message: Any) -> None:
         reply = answer_message(peer, "server", message)
@@ -236,10 +258,19 @@ def messages_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
     """Send wrong agreements and requests to a site that gives masked sums only; it gives parts, or refuses."""
     rng, outcomes = np.random.default_rng(seed), Counter[str]()
     sites = {
-        name: Responder(Peer(user(name), Passes(model(), cross_entropy), Caps(norm=1.0)), SumsOnly())
+        name: Responder(
+            Peer(user(name), Passes(model(), cross_entropy), Caps(norm=1.0)), SumsOnly()
+        )
         for name in "abc"
     }
-    asked = {"points": _oddities(rng)[0], "step": 3, "seed": 0, "batch_size": 8, "buffers": {}, "frozen": None}
+    asked = {
+        "points": _oddities(rng)[0],
+        "step": 3,
+        "seed": 0,
+        "batch_size": 8,
+        "buffers": {},
+        "frozen": None,
+    }
 
     def send(method: str, message: Any) -> None:
         reply = getattr(sites["a"], method)(message)
@@ -250,7 +281,11 @@ def messages_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
 
     for k in range(n):
         offers = {name: site.offer() for name, site in sites.items()}
-        told: dict[str, Any] = {"weights": dict.fromkeys(sites, 1 / 3), "largest": 16.0, "offers": offers}
+        told: dict[str, Any] = {
+            "weights": dict.fromkeys(sites, 1 / 3),
+            "largest": 16.0,
+            "offers": offers,
+        }
         if k % 2:
             sites["a"].join(told)
             message = _message(asked | {"round": k}, rng)
@@ -276,7 +311,9 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
             return LocalReplies(replies)
 
     def step(engine: Remote, k: int) -> None:
-        g = engine.gradients(torch.zeros(engine.own.parameters.size), k, dict.fromkeys("abcd", 0.25))
+        g = engine.gradients(
+            torch.zeros(engine.own.parameters.size), k, dict.fromkeys("abcd", 0.25)
+        )
         assert g.peers is not None
         assert g.peers.isfinite().all()
         if g.left_out:
@@ -286,7 +323,13 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
     for _ in range(n):
         peers = {name: Peer(user(name), Passes(model(), cross_entropy)) for name in "abcd"}
         made = Remote(
-            model(), cross_entropy, user("me"), sites=Odd(peers), names="abcd", batch_size=8, secure_sums=True
+            model(),
+            cross_entropy,
+            user("me"),
+            sites=Odd(peers),
+            names="abcd",
+            batch_size=8,
+            secure_sums=True,
         )
         for at in range(2):
             outcomes[_outcome(step, made, at)] += 1
@@ -296,10 +339,31 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
 def notes_of_strangers(n: int, seed: int = 0, secret: bytes | None = None) -> Counter[str]:
     """Leave wrong notes in the place of user 0's and of the peers'."""
     rng, outcomes = np.random.default_rng(seed), Counter[str]()
-    odd: list[Any] = [0, -1, 2**70, 1.5, True, None, "", "x", "gloo", [], {}, [[]], {"refused": "\x1b[2J"}]
+    odd: list[Any] = [
+        0,
+        -1,
+        2**70,
+        1.5,
+        True,
+        None,
+        "",
+        "x",
+        "gloo",
+        [],
+        {},
+        [[]],
+        {"refused": "\x1b[2J"},
+    ]
     odd += [[1, 0.5], [1, 2], [3, 0.5], [None, 1], ["x", "y"], [1, None], [1, 1, 1], [True, True]]
     wire = Wire(model(), 1, None, moves_buffers=True, backend="gloo")
-    hello = {"name": "a", "examples": 3, "data": "", "size": wire.size, "dtype": "torch.float32", "sums_only": None}
+    hello = {
+        "name": "a",
+        "examples": 3,
+        "data": "",
+        "size": wire.size,
+        "dtype": "torch.float32",
+        "sums_only": None,
+    }
     notes: dict[str, dict[str, Any]] = {"run": RUN, "go": GO, "hello/1": hello | {"refused": None}}
 
     def read(key: str, data: bytes) -> None:

@@ -17,6 +17,8 @@ def hospitals(path: Path, n: int = 240) -> pd.DataFrame:
     ill = age / 9 + (pressure - 130) / 15 + 2 * (pain == "strong") + rng.normal(0, 1, n) > 6.8
     pressure[who == "Chur"] = np.nan
     age[::13] = np.nan
-    table = pd.DataFrame({"hospital": who, "age": age, "pressure": pressure, "pain": pain, "ill": ill.astype(int)})
+    table = pd.DataFrame(
+        {"hospital": who, "age": age, "pressure": pressure, "pain": pain, "ill": ill.astype(int)}
+    )
     table.to_csv(path, index=False)
     return pd.read_csv(path)

@@ -54,18 +54,24 @@ def told_to(sites: Mapping[str, Responder]) -> dict[str, Any]:
     return {"weights": tau_of(len(sites)), "largest": 16.0, "offers": offers}
 
 
-def transcript(share: float, attack: Sequence[Any], folder: Path, largest: float = 16.0) -> list[Any]:
+def transcript(
+    share: float, attack: Sequence[Any], folder: Path, largest: float = 16.0
+) -> list[Any]:
     """Return all that a lead with a changed program sees of the first of three, but for the masked numbers."""
     folder.mkdir()
     people = [leaky(each, f"peer {k}") for k, each in enumerate((share, 0.3, 0.6), 1)]
-    peers = {user.name: Peer(user, Passes(logistic(), LOSS), CAPS, folder / user.name) for user in people}
+    peers = {
+        user.name: Peer(user, Passes(logistic(), LOSS), CAPS, folder / user.name) for user in people
+    }
     known = {name: peer.identity.fingerprint for name, peer in peers.items()}
     sites = {name: Responder(peer, SumsOnly(keys=known)) for name, peer in peers.items()}
     told = told_to(sites) | {"largest": largest}
     seen: list[Any] = [{key: bool(key) for key in site.join(told)} for site in sites.values()]
     how = {"step": 0, "seed": 5, "batch_size": 100, "buffers": {}, "frozen": None}
     for number, point in enumerate(attack, 1):
-        asked = how | (point if isinstance(point, dict) else {"points": np.array([point], np.float32)})
+        asked = how | (
+            point if isinstance(point, dict) else {"points": np.array([point], np.float32)}
+        )
         reply = sites["peer 1"].part(asked | {"round": number})
         reply.pop("part", None)
         seen += [reply, sites["peer 1"].ready(batch_size=100, gradients=10)]
@@ -79,14 +85,19 @@ def masked_oracles(count: int, seed: int) -> int:
         shares = rng.uniform(0.05, 0.95, 2)
         largest = 16.0 if rng.random() < 0.5 else 10.0 ** rng.uniform(-3, 14)
         sizes = 10.0 ** rng.uniform(-6, 38, 6)
-        attack: list[Any] = [at(float(rng.normal() * size), float(rng.normal() * size)) for size in sizes]
+        attack: list[Any] = [
+            at(float(rng.normal() * size), float(rng.normal() * size)) for size in sizes
+        ]
         attack += [at(float(bias)) for bias in rng.normal(size=6)]
         one = np.array([at(0.3)], np.float32)
         attack.append({"points": np.full((1, 8), np.nan, np.float32)})
         attack.append({"points": one, "batch_size": int(rng.integers(-3, 300))})
         attack.append({"points": one.astype(np.float16), "step": int(rng.integers(0, 99))})
         with tempfile.TemporaryDirectory() as folder:
-            seen = [transcript(share, attack, Path(folder) / str(k), largest) for k, share in enumerate(shares)]
+            seen = [
+                transcript(share, attack, Path(folder) / str(k), largest)
+                for k, share in enumerate(shares)
+            ]
         bad += seen[0] != seen[1]
     return bad
 
@@ -120,8 +131,13 @@ def sealed_calls(count: int, seed: int) -> int:
             (other["a"], "b", number, sealed),  # in another job
             (here["a"], "b", number + 10**6, forger.call("a", content)[1]),
         ]
-        attempts: list[Callable[[], bytes]] = [partial(one.take, by, n, text) for one, by, n, text in wrongs]
-        attempts += [partial(here["b"].reply, "a", *reply) for reply in ((number, sealed), (number + 1, answer))]
+        attempts: list[Callable[[], bytes]] = [
+            partial(one.take, by, n, text) for one, by, n, text in wrongs
+        ]
+        attempts += [
+            partial(here["b"].reply, "a", *reply)
+            for reply in ((number, sealed), (number + 1, answer))
+        ]
         bad += sum(_is_believed(attempt) for attempt in attempts)
     return bad
 

@@ -1,8 +1,9 @@
 """Processes that are killed at a named point: before, while or after they write a file that is read again.
 
-`killed_at_every_point(folder)` trains a model from a table in processes that are killed at one point after the
-other, goes on from what each leaves, and says what came of it; `ledger_killed_at(point, path)` does so with the
-ledger of a peer. Kills at random moments are in `killed_runs.py`.
+`killed_at_every_point(folder)` trains a model from a table in processes that are killed at one
+point after the other, goes on from what each leaves, and says what came of it;
+`ledger_killed_at(point, path)` does so with the ledger of a peer. Kills at random moments are in
+`killed_runs.py`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def armed(point: str, nth: int = 1) -> Iterator[None]:
 
 def train(folder: Path) -> None:
     """Train from a table by a rule that is chosen, or go on, and write down a digest of what came of it."""
-    task, rule = from_table(ROWS, user_column="who", target="y", me="a"), coterie.WeightedAveraging("auto")
+    task, rule = (
+        from_table(ROWS, user_column="who", target="y", me="a"),
+        coterie.WeightedAveraging("auto"),
+    )
     how: dict[str, Any] = {"steps": 8, "evaluate_every": 2, "checkpoint_every": 2, "trackers": ()}
     run = fit(task, rule, "mlp", folder, resume=True, progress=False, **how)
     if run is None:
@@ -113,7 +117,9 @@ def train(folder: Path) -> None:
         digest.update(name.encode() + value.numpy().tobytes())
     record = coterie.Record.load(folder / "record.jsonl")
     points = [point.to_plain() for point in record.points]
-    digest.update(json.dumps([points, dict(record.end.test), dict(record.configuration.choice)]).encode())
+    digest.update(
+        json.dumps([points, dict(record.end.test), dict(record.configuration.choice)]).encode()
+    )
     (folder / "digest").write_text(digest.hexdigest(), encoding="utf-8")
 
 
@@ -137,11 +143,13 @@ def finished(folder: Path) -> str:
     return (folder / "digest").read_text(encoding="utf-8")
 
 
-def killed_at_every_point(folder: Path, nths: Callable[[str], int] = lambda point: 1) -> dict[str, bool]:
+def killed_at_every_point(
+    folder: Path, nths: Callable[[str], int] = lambda point: 1
+) -> dict[str, bool]:
     """Kill a run at every point, one after the other, each time going on from what is left.
 
-    Returns by point whether the process was killed there, and under "same bits" whether the run came to the bits of
-    one that was never killed. `nths` says at which visit of a point.
+    Returns by point whether the process was killed there, and under "same bits" whether the run
+    came to the bits of one that was never killed. `nths` says at which visit of a point.
     """
     hit = {point: killed(lambda: train(folder / "cut"), point, nths(point)) for point in POINTS}
     return hit | {"same bits": finished(folder / "cut") == finished(folder / "whole")}

@@ -47,7 +47,8 @@ class Outcome:
     left: int = 0  # answers that left
     counted: int = 0
     most: int = 0  # how many ε allows
-    exact: bool = False  # whether what was spent at the end is what the accountant says of all that ε allows
+    # whether what was spent at the end is what the accountant says of all that ε allows
+    exact: bool = False
 
     @property
     def bad(self) -> int:
@@ -58,7 +59,8 @@ class Outcome:
 def killed(log: Path, kills: int, seed: int, noise: float) -> Outcome:
     """Kill pairs of peers on one ledger some time after an answer, so often; then let one answer to the end."""
     event, rng, outcome, site = Event(1.0, noise), random.Random(seed), Outcome(), peer(log, noise)
-    outcome.most = site._spending.left(event, 2000)  # the accountant is slow, and children need not ask it again
+    # the accountant is slow, and children need not ask it again
+    outcome.most = site._spending.left(event, 2000)
     while outcome.kills < kills:
         outcome.left += _two_killed(site, rng)
         outcome.kills += 2
@@ -74,7 +76,9 @@ def killed(log: Path, kills: int, seed: int, noise: float) -> Outcome:
     again = peer(log, noise)
     outcome.counted = again.ledger.given
     outcome.lost += outcome.left > outcome.counted
-    outcome.exact = outcome.counted == outcome.most and again.epsilon == epsilon_of({event: outcome.most}, DELTA)
+    outcome.exact = outcome.counted == outcome.most and again.epsilon == epsilon_of(
+        {event: outcome.most}, DELTA
+    )
     return outcome
 
 

@@ -1,7 +1,7 @@
 """Train in children that are killed and resumed; print what came of it, one JSON object a line.
 
-A process of its own for `test_resuming.py`: it imports torch once and forks a child for every run, so that a
-start takes milliseconds. It computes nothing itself, since threads do not survive a fork.
+A process of its own for `test_resuming.py`: it imports torch once and forks a child for every run,
+so that a start takes milliseconds. It computes nothing itself, since threads do not survive a fork.
 
     python killed_runs.py FOLDER KILLS SEED
 """
@@ -46,11 +46,15 @@ def batch_dependent(out: Path, hooks: list[Any]) -> coterie.Run:
     """BatchNorm and dropout; bias correction; momentum under a cycle of rates."""
     me, *peers = users()
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
     return coterie.train(
         *(model, nn.functional.cross_entropy, me, peers, coterie.BiasCorrection(0.8, 0.05)),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 1),
+        scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, max_lr=0.1, total_steps=STEPS + 1
+        ),
         **settings(out, hooks),
     )
 
@@ -61,7 +65,13 @@ def plain(out: Path, hooks: list[Any]) -> coterie.Run:
     torch.manual_seed(2)
     rule = coterie.BiasCorrection(lambda t: 0.9 / (1 + 0.01 * t), 0.1, correction=0.5, start="zero")
     return coterie.train(
-        *(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), nn.functional.cross_entropy, me, peers, rule),
+        *(
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+            nn.functional.cross_entropy,
+            me,
+            peers,
+            rule,
+        ),
         optimizer=torch.optim.Adam,
         lr=0.05,
         scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.7),
@@ -81,7 +91,10 @@ def settings(out: Path, hooks: list[Any]) -> dict[str, Any]:
     }
 
 
-RUNS: dict[str, Callable[[Path, list[Any]], coterie.Run]] = {"batch dependent": batch_dependent, "plain": plain}
+RUNS: dict[str, Callable[[Path, list[Any]], coterie.Run]] = {
+    "batch dependent": batch_dependent,
+    "plain": plain,
+}
 
 
 def digest(run: coterie.Run, out: Path) -> str:
@@ -97,7 +110,9 @@ def digest(run: coterie.Run, out: Path) -> str:
     for state in states:
         for key, value in sorted(state.items()):
             digest.update(f"{key}=".encode())
-            digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+            digest.update(
+                value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            )
     points = [point.to_plain() for point in coterie.Record.load(out / "record.jsonl").points]
     digest.update(json.dumps([points, dict(run.test), run.best_step]).encode())
     return digest.hexdigest()
@@ -170,7 +185,8 @@ def outcomes(folder: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
     while done < kills:
         name, out = list(RUNS)[attempt % len(RUNS)], folder / f"run {attempt}"
         attempt += 1
-        # Once while the run is being set up, then some time after a step: in a step, an evaluation, a checkpoint.
+        # Once while the run is being set up, then some time after a step: in a step, an evaluation,
+        # a checkpoint.
         moments = [
             (0, rng.uniform(0, 0.03)),
             *((step, rng.uniform(0, 0.01)) for step in rng.integers(1, STEPS - 3, 5)),

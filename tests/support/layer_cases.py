@@ -62,7 +62,10 @@ def in_half(model: Any, inputs: Tensor) -> Tensor:
 
 KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 2), (5,)),
-    "linear, no bias": (lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)), (5,)),
+    "linear, no bias": (
+        lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)),
+        (5,),
+    ),
     "linear, sequences": (lambda: after(nn.Linear(5, 4)), (3, 5)),
     "linear, sequences of sequences": (lambda: after(nn.Linear(5, 4)), (2, 3, 5)),
     "linear, folded sequences": (
@@ -75,15 +78,27 @@ KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
     ),
     "conv1d": (lambda: after(nn.Conv1d(2, 4, 3, stride=2, padding=1, dilation=2)), (2, 11)),
     "conv2d": (lambda: after(nn.Conv2d(2, 4, 3)), (2, 6, 7)),
-    "conv2d, stride and dilation": (lambda: after(nn.Conv2d(2, 4, (3, 2), (2, 1), (1, 2), (1, 2))), (2, 7, 6)),
+    "conv2d, stride and dilation": (
+        lambda: after(nn.Conv2d(2, 4, (3, 2), (2, 1), (1, 2), (1, 2))),
+        (2, 7, 6),
+    ),
     "conv2d, stride that leaves a rest": (lambda: after(nn.Conv2d(2, 4, 2, 3)), (2, 7, 8)),
     "conv2d, groups": (lambda: after(nn.Conv2d(4, 6, 3, groups=2, padding=1)), (4, 5, 5)),
     "conv2d, a group each": (lambda: after(nn.Conv2d(3, 6, 3, groups=3)), (3, 5, 5)),
     "conv2d, one by one": (lambda: after(nn.Conv2d(3, 4, 1, bias=False)), (3, 4, 4)),
-    "conv2d, same": (lambda: after(nn.Conv2d(2, 4, (4, 3), padding="same", dilation=(1, 2))), (2, 6, 7)),
+    "conv2d, same": (
+        lambda: after(nn.Conv2d(2, 4, (4, 3), padding="same", dilation=(1, 2))),
+        (2, 6, 7),
+    ),
     "conv2d, valid": (lambda: after(nn.Conv2d(2, 4, 3, padding="valid")), (2, 6, 7)),
-    "conv2d, circular": (lambda: after(nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular")), (2, 6, 7)),
-    "conv2d, reflected": (lambda: after(nn.Conv2d(2, 4, 3, 2, padding=2, padding_mode="reflect")), (2, 6, 7)),
+    "conv2d, circular": (
+        lambda: after(nn.Conv2d(2, 4, 3, padding=(1, 2), padding_mode="circular")),
+        (2, 6, 7),
+    ),
+    "conv2d, reflected": (
+        lambda: after(nn.Conv2d(2, 4, 3, 2, padding=2, padding_mode="reflect")),
+        (2, 6, 7),
+    ),
     "conv1d, same, replicated": (
         lambda: after(nn.Conv1d(2, 4, 4, padding="same", padding_mode="replicate")),
         (2, 9),
@@ -95,7 +110,10 @@ KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
         (5,),
     ),
     "group norm, first": (lambda: after(nn.GroupNorm(2, 4)), (4, 5)),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, eps=0.1), nn.Linear(6, 2)), (5,)),
+    "layer norm": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6, eps=0.1), nn.Linear(6, 2)),
+        (5,),
+    ),
     "layer norm, two dimensions": (lambda: after(nn.LayerNorm((3, 4), bias=False)), (2, 3, 4)),
     "layer norm, sequences": (lambda: after(nn.LayerNorm(4)), (2, 3, 4)),
     "embedding": (lambda: after(nn.Embedding(7, 3)), (-7, 4)),
@@ -110,7 +128,11 @@ KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
     ),
     "in place": (
         lambda: nn.Sequential(
-            nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ELU(inplace=True), nn.Linear(4, 2)
+            nn.Linear(6, 5),
+            nn.ReLU(inplace=True),
+            nn.Linear(5, 4),
+            nn.ELU(inplace=True),
+            nn.Linear(4, 2),
         ),
         (6,),
     ),
@@ -124,11 +146,16 @@ KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
         (6,),
     ),
     "called twice": (
-        lambda: Fed(lambda m, x: m.out(m.one(m.one(x).tanh())), one=nn.Linear(6, 6), out=nn.Linear(6, 2)),
+        lambda: Fed(
+            lambda m, x: m.out(m.one(m.one(x).tanh())), one=nn.Linear(6, 6), out=nn.Linear(6, 2)
+        ),
         (6,),
     ),
     "tied": (tied, (6,)),
-    "not called": (lambda: Fed(lambda m, x: m.one(x), one=nn.Linear(6, 2), other=nn.Linear(6, 2)), (6,)),
+    "not called": (
+        lambda: Fed(lambda m, x: m.one(x), one=nn.Linear(6, 2), other=nn.Linear(6, 2)),
+        (6,),
+    ),
     "called in vain": (
         lambda: Fed(
             lambda m, x: m.one(x) + m.two(x).detach() + 0 * m.two(x[:1]).sum().detach(),
@@ -137,9 +164,16 @@ KNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
         ),
         (6,),
     ),
-    "once in vain": (lambda: Fed(lambda m, x: m.one(x) + m.one(2 * x).detach(), one=nn.Linear(6, 2)), (6,)),
+    "once in vain": (
+        lambda: Fed(lambda m, x: m.one(x) + m.one(2 * x).detach(), one=nn.Linear(6, 2)),
+        (6,),
+    ),
     "cut off": (
-        lambda: Fed(lambda m, x: m.two(m.one(x).detach()) + m.one(x), one=nn.Linear(6, 2), two=nn.Linear(2, 2)),
+        lambda: Fed(
+            lambda m, x: m.two(m.one(x).detach()) + m.one(x),
+            one=nn.Linear(6, 2),
+            two=nn.Linear(2, 2),
+        ),
         (6,),
     ),
     "partly frozen": (partly_frozen, (6,)),
@@ -179,7 +213,9 @@ def zeroed(model: nn.Module) -> nn.Module:
 UNKNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
     "a weight used elsewhere": (
         lambda: Fed(
-            lambda m, x: m.out(f.linear(m.one(x).tanh(), m.one.weight)), one=nn.Linear(6, 6), out=nn.Linear(6, 2)
+            lambda m, x: m.out(f.linear(m.one(x).tanh(), m.one.weight)),
+            one=nn.Linear(6, 6),
+            out=nn.Linear(6, 2),
         ),
         (6,),
     ),
@@ -193,10 +229,15 @@ UNKNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
         ),
         (6,),
     ),
-    "a weight in the output": (lambda: Fed(lambda m, x: m.one(x) + m.one.weight.sum(), one=nn.Linear(6, 2)), (6,)),
+    "a weight in the output": (
+        lambda: Fed(lambda m, x: m.one(x) + m.one.weight.sum(), one=nn.Linear(6, 2)),
+        (6,),
+    ),
     "time first": (
         lambda: Fed(
-            lambda m, x: m.two(m.one(x.transpose(0, 1)).tanh().sum(0)), one=nn.Linear(5, 4), two=nn.Linear(4, 2)
+            lambda m, x: m.two(m.one(x.transpose(0, 1)).tanh().sum(0)),
+            one=nn.Linear(5, 4),
+            two=nn.Linear(4, 2),
         ),
         (4, 5),
     ),
@@ -204,7 +245,9 @@ UNKNOWN: dict[str, tuple[Make, tuple[int, ...]]] = {
     "a subclass": (lambda: nn.Sequential(Subclass(6, 4), nn.Linear(4, 2)), (6,)),
     "by keyword": (lambda: Fed(lambda m, x: m.one(input=x), one=nn.Linear(6, 2)), (6,)),
     "weight norm": (
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 2)),
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 2)
+        ),
         (6,),
     ),
     "transposed": (lambda: after(nn.ConvTranspose2d(2, 3, 2)), (2, 4, 4)),
@@ -253,13 +296,17 @@ def plain(model: nn.Module, x: Tensor, users: Sequence[coterie.User], batch: int
     rows = []
     for user in users:
         inputs, targets = user.batch(batch, seed=0, step=3)
-        gradients = torch.autograd.grad(f.mse_loss(model(inputs), targets), trained, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            f.mse_loss(model(inputs), targets), trained, materialize_grads=True
+        )
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return torch.stack(rows)
 
 
 def asked(engine: coterie.InProcess, x: Tensor) -> Tensor:
-    rows = engine.gradients(x, 3, dict.fromkeys(engine.names, 1 / len(engine.names)), rows=True).rows
+    rows = engine.gradients(
+        x, 3, dict.fromkeys(engine.names, 1 / len(engine.names)), rows=True
+    ).rows
     assert rows is not None
     return rows
 

@@ -22,22 +22,26 @@ LOCAL_STEPS = [1, 3, 8]
 class LeastSquares:
     """f_k(x) = mean over examples of (aᵀx − b)² = ½ (x − o_k)ᵀ A_k (x − o_k) + const, exactly.
 
-    `curvatures` are the A_k, of shape (users, D, D), `optima` the o_k. Batches are all examples, so gradients are
-    exact.
+    `curvatures` are the A_k, of shape (users, D, D), `optima` the o_k. Batches are all examples, so
+    gradients are exact.
     """
 
     users: list[coterie.User]
     curvatures: Tensor
     optima: Tensor
 
-    def train(self, method: Method, *, rounds: int, lr: float, batch_size: int = 10**6, **more: Any) -> coterie.Run:
+    def train(
+        self, method: Method, *, rounds: int, lr: float, batch_size: int = 10**6, **more: Any
+    ) -> coterie.Run:
         """Play rounds; what is served is the method's model, unless `guard` says otherwise."""
         model = nn.Linear(D, 1, bias=False).double()
         nn.init.zeros_(model.weight)
         me, *peers = self.users
         how: dict[str, Any] = {"evaluate_every": rounds, "guard": "off"} | more
         loss = nn.functional.mse_loss
-        return coterie.train(model, loss, me, peers, method, lr=lr, steps=rounds, batch_size=batch_size, **how)
+        return coterie.train(
+            model, loss, me, peers, method, lr=lr, steps=rounds, batch_size=batch_size, **how
+        )
 
     def gradient(self, k: int, x: Tensor, step: int = 0, batch_size: int = 10**6) -> Tensor:
         """Return user k's gradient at x, written out: on its batch of a step, or on all its examples."""
@@ -62,7 +66,9 @@ class LeastSquares:
         return balance(weights, self.curvatures, self.optima)
 
 
-def least_squares(sizes: tuple[int, ...] = (8, 20, 12, 15), seed: int = 0, held_out: int = 0) -> LeastSquares:
+def least_squares(
+    sizes: tuple[int, ...] = (8, 20, 12, 15), seed: int = 0, held_out: int = 0
+) -> LeastSquares:
     """Return users whose curvatures, optima and numbers of examples all differ; some of user 0's held out."""
     random = torch.Generator().manual_seed(seed)
     users, curvatures, optima = [], [], []
@@ -113,7 +119,9 @@ def pull(curvatures: Tensor, local_steps: int, lr: float) -> Tensor:
 def same_models(run: coterie.Run, rows: list[Tensor]) -> bool:
     """Say whether every user's last model is its row, and `run.model` the first."""
     models = last_of(run)
-    return torch.allclose(models, torch.stack(rows), atol=1e-12) and torch.equal(models[0], weights_of(run))
+    return torch.allclose(models, torch.stack(rows), atol=1e-12) and torch.equal(
+        models[0], weights_of(run)
+    )
 
 
 def last_of(run: coterie.Run) -> Tensor:

@@ -17,7 +17,12 @@ def user(name: str, n: int, truth: Tensor, noise: float = 1.0, **held_out: Any) 
     """Return a user whose targets are linear in the inputs, with noise."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     inputs = torch.randn(n, D, generator=generator)
-    return User(name, inputs, (inputs @ truth + noise * torch.randn(n, generator=generator))[:, None], **held_out)
+    return User(
+        name,
+        inputs,
+        (inputs @ truth + noise * torch.randn(n, generator=generator))[:, None],
+        **held_out,
+    )
 
 
 def alike(count: int, n: int = 60, noise: float = 1.0) -> list[User]:

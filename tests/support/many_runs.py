@@ -42,7 +42,9 @@ RULES: list[coterie.Rule] = [
 ]
 
 
-def run_of(users: Sequence[User], rule: Any = None, model: nn.Module | None = None, **changed: Any) -> RunSpec:
+def run_of(
+    users: Sequence[User], rule: Any = None, model: nn.Module | None = None, **changed: Any
+) -> RunSpec:
     """Return a short run of user 0 with the others."""
     settings = SETTINGS | {"loss": f.cross_entropy, "lr": 0.05} | changed
     return RunSpec(model or network(), me=users[0], peers=users[1:], rule=rule, **settings)
@@ -63,25 +65,34 @@ def compared(specs: Iterable[RunSpec]) -> list[Run]:
     for run, spec in zip(runs, specs, strict=True):
         assert_same(run, by_itself(spec))
     for spec, state in zip(specs, before, strict=True):
-        assert all(torch.equal(value, state[name]) for name, value in spec.model.state_dict().items())
+        assert all(
+            torch.equal(value, state[name]) for name, value in spec.model.state_dict().items()
+        )
     return runs
 
 
 def assert_same(run: Run, expected: Run, tolerance: float = 1e-9) -> None:
     """Compare all that a run holds, but for how long it took."""
     close: dict[str, Any] = {"rel": tolerance, "abs": tolerance}
-    assert (run.step, run.best_step, run.stopped) == (expected.step, expected.best_step, expected.stopped)
+    assert (run.step, run.best_step, run.stopped) == (
+        expected.step,
+        expected.best_step,
+        expected.stopped,
+    )
     assert run.test == pytest.approx(expected.test, **close)
     for a, b in zip(run.record.points, expected.record.points, strict=True):
         assert a.to_plain() == pytest.approx(b.to_plain(), **close)
     end, other = (
-        {k: v for k, v in each.record.end.to_plain().items() if k != "seconds"} for each in (run, expected)
+        {k: v for k, v in each.record.end.to_plain().items() if k != "seconds"}
+        for each in (run, expected)
     )
     for part in ("validation", "test"):
         assert end.pop(part, {}) == pytest.approx(other.pop(part, {}), **close)
     assert end == other
     for name, value in expected.model.state_dict().items():
-        torch.testing.assert_close(run.model.state_dict()[name], value, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            run.model.state_dict()[name], value, rtol=tolerance, atol=tolerance
+        )
     assert run.state.keys() == expected.state.keys()
     for name, value in expected.state.items():
         if isinstance(value, Tensor | float):

@@ -37,8 +37,13 @@ SLOW = bool(os.environ.get("COTERIE_SLOW"))
 def users(n: int) -> list[coterie.User]:
     """Return user 0 and n peers."""
     random = torch.Generator().manual_seed(n)
-    inputs = [torch.randn(12, 3, generator=random, dtype=torch.float64) + k / n for k in range(n + 1)]
-    return [coterie.User(f"peer {k}" if k else "me", each, torch.arange(12) % 3) for k, each in enumerate(inputs)]
+    inputs = [
+        torch.randn(12, 3, generator=random, dtype=torch.float64) + k / n for k in range(n + 1)
+    ]
+    return [
+        coterie.User(f"peer {k}" if k else "me", each, torch.arange(12) % 3)
+        for k, each in enumerate(inputs)
+    ]
 
 
 def tau_of(n: int) -> dict[str, float]:
@@ -98,7 +103,8 @@ def _identity(site: str) -> Identity:
 class Ring:
     """User 0 and n peers under torch.distributed, with all code but the transport.
 
-    What user 0's message says to a peer can be changed on the way, in `told`; `passed` is what ranks pass on.
+    What user 0's message says to a peer can be changed on the way, in `told`; `passed` is what
+    ranks pass on.
     """
 
     def __init__(self, n: int, sums: SumsOnly | None = None, **settings: Any) -> None:
@@ -127,7 +133,9 @@ class Ring:
         mine = Gradients(own=torch.zeros_like(x))
         if not self.lead.agree(weights, step):
             return self.lead.sums.with_sum(mine, None, {}, weights)
-        asked = torch.tensor([[weights.get(name, torch.nan) for name in self.names]], dtype=torch.float64)
+        asked = torch.tensor(
+            [[weights.get(name, torch.nan) for name in self.names]], dtype=torch.float64
+        )
         self.wire.request.fill(Ask.PART, Question(x[None], step, asked))
         request, body = Request(x[None], step, 5, 4), self.wire.request.body
         sent = []
@@ -136,4 +144,6 @@ class Ring:
             sent.append(self.wire.part(position, words, outcome, (0.0, 0.0)))
         self.passed = [functools.reduce(torch.add, sent[: k + 1]) for k in range(len(sent))]
         notes: list[Notes] = self.wire.notes(Ask.PART, self.passed[-1])
-        return self.lead.with_sum(mine, self.passed[-1], dict(zip(self.names, notes, strict=True)), weights, step)
+        return self.lead.with_sum(
+            mine, self.passed[-1], dict(zip(self.names, notes, strict=True)), weights, step
+        )

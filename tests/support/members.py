@@ -38,12 +38,17 @@ def patients(n: int, seed: int) -> pd.DataFrame:
 def set_up(folder: Path, training: Training) -> None:
     """Write the folders of a consortium in which everyone trains, without the cost of certificates."""
     folder.mkdir()
-    tables = {name: patients(n, seed) for seed, (name, n) in enumerate(zip(NAMES, (50, 60, 40), strict=True))}
+    tables = {
+        name: patients(n, seed)
+        for seed, (name, n) in enumerate(zip(NAMES, (50, 60, 40), strict=True))
+    }
     tables[NAMES[0]].to_csv(folder / "mine.csv", index=False)
     data = Data(table=str(folder / "mine.csv"), target="ill")
     settings = LeadSettings(NAMES[0], NAMES[1:], data, Model("linear"), training)
     with mock.patch.object(kits, "provision", without_certificates):
-        prints = kits.set_up(folder, Consortium("trial", "localhost", NAMES, everyone=True), settings)
+        prints = kits.set_up(
+            folder, Consortium("trial", "localhost", NAMES, everyone=True), settings
+        )
     for name in NAMES[1:]:
         kits.accept(folder / "sites" / name, prints[name])
         tables[name].to_csv(folder / "sites" / name / "data.csv", index=False)
@@ -89,7 +94,9 @@ def everyone_in_process(folder: Path, names: Sequence[str]) -> coterie.Runs:
     how = settings[names[0]].training
     knobs = {name: getattr(how, name) for name in ("steps", "batch_size", "seed")}
     users = [each.user for each in held]
-    return coterie.train_everyone(held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), lr=0.01, **knobs)
+    return coterie.train_everyone(
+        held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), lr=0.01, **knobs
+    )
 
 
 @dataclass
@@ -106,7 +113,11 @@ class Answers:
     def wait(self) -> Mapping[str, Any]:
         """Return the answers that have come in time."""
         wait(self.futures.values(), timeout=self.timeout)
-        return {name: each.result() for name, each in self.futures.items() if each.done() and not each.exception()}
+        return {
+            name: each.result()
+            for name, each in self.futures.items()
+            if each.done() and not each.exception()
+        }
 
 
 @dataclass
@@ -134,14 +145,21 @@ class Job:
         return self.asked_by("server", names, method, timeout, arguments)
 
     def asked_by(
-        self, caller: str, names: Sequence[str], method: str, timeout: float, arguments: Mapping[str, Any]
+        self,
+        caller: str,
+        names: Sequence[str],
+        method: str,
+        timeout: float,
+        arguments: Mapping[str, Any],
     ) -> Answers:
         """Ask sites."""
         step = max((self._step(caller, name, arguments) for name in names), default=0)
         if step >= self.lost_at:
             raise PeerLost("the server does not answer")
         here = [name for name in names if name in self.members and not self.silent(name, step)]
-        futures = {name: self.pool.submit(self._call, caller, name, method, arguments) for name in here}
+        futures = {
+            name: self.pool.submit(self._call, caller, name, method, arguments) for name in here
+        }
         return Answers(futures, timeout)
 
     def _step(self, caller: str, name: str, arguments: Mapping[str, Any]) -> int:
@@ -150,7 +168,9 @@ class Job:
             return 0
         call, calls = arguments["call"], self.members[name].calls
         assert calls is not None
-        content = calls._opened(caller, (caller, name, "call"), call["number"], call["sealed"].tobytes())
+        content = calls._opened(
+            caller, (caller, name, "call"), call["number"], call["sealed"].tobytes()
+        )
         request = sealed_sites._content(content)["arguments"].get("request")
         return int(request["step"]) if request else 0
 

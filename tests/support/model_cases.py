@@ -161,7 +161,12 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 def cnn(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), *between, nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 2),
+        *between,
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8, 3),
     )
 
 
@@ -184,13 +189,17 @@ def batch_norm_off() -> nn.Module:
 @coterie.per_example
 def by_example(output: Mapping[str, Tensor], targets: Mapping[str, Any]) -> Tensor:
     """A loss of nested outputs and targets, declared to be one for each example."""
-    losses: Tensor = f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    losses: Tensor = (
+        f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    )
     return losses
 
 
 def nested_mean(output: Mapping[str, Tensor], targets: Mapping[str, Any]) -> Tensor:
     """The same, with nothing declared."""
-    losses: Tensor = f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    losses: Tensor = (
+        f.cross_entropy(output["logits"], targets["class"], reduction="none") * targets["more"][0]
+    )
     return losses.mean()
 
 
@@ -258,7 +267,9 @@ CASES = {
     "layer norm": Case(lambda: mlp(nn.LayerNorm(8))),
     "batch norm": one_by_one(lambda: mlp(nn.BatchNorm1d(8))),
     "batch norm, cnn": one_by_one(lambda: cnn(nn.BatchNorm2d(4))),
-    "batch norm, no statistics": one_by_one(lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False))),
+    "batch norm, no statistics": one_by_one(
+        lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False))
+    ),
     "batch norm, evaluating": Case(batch_norm_off, rows="vmap"),
     "dropout": one_by_one(lambda: mlp(nn.Dropout(0.5))),
     "dropout, evaluating": Case(lambda: mlp(nn.Dropout(0.5)).eval()),
@@ -276,7 +287,9 @@ CASES = {
     "loss of one's own": Case(mlp, focal),
     "module of one's own": Case(mlp, OwnLoss()),
     "subclassed loss": Case(mlp, SubclassedLoss()),
-    "class weights": Case(mlp, nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64))),
+    "class weights": Case(
+        mlp, nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64))
+    ),
     "label smoothing": Case(mlp, nn.CrossEntropyLoss(label_smoothing=0.1)),
     "sum": Case(mlp, nn.CrossEntropyLoss(reduction="sum")),
     "class probabilities": Case(mlp, f.cross_entropy, lambda t: 0.8 * one_hot(t) + 0.2 / 3),
@@ -284,18 +297,28 @@ CASES = {
     "huber": Case(mlp, nn.HuberLoss(delta=0.3), one_hot),
     "bce": Case(mlp, f.binary_cross_entropy_with_logits, one_hot),
     "bce, class weights": Case(
-        mlp, nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)), one_hot
+        mlp,
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)),
+        one_hot,
     ),
     "soft margin": Case(mlp, f.soft_margin_loss, lambda t: 2 * one_hot(t) - 1),
-    "kl": Case(lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), nn.KLDivLoss(reduction="batchmean"), one_hot),
+    "kl": Case(
+        lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)), nn.KLDivLoss(reduction="batchmean"), one_hot
+    ),
     "class weights, some ignored": Case(
         mlp,
-        nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), label_smoothing=0.1),
+        nn.CrossEntropyLoss(
+            torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), label_smoothing=0.1
+        ),
         lambda t: t.masked_fill(torch.arange(len(t)) % 3 == 1, -100),
     ),
     "reduction none": Case(mlp, nn.MSELoss(reduction="none"), one_hot),
-    "a dict": Case(TwoInputs, nested_mean, nested, inputs=lambda i: {"right": i[:, 2:], "left": i[:, :2]}),
-    "a tuple, by example": Case(TwoInputs, by_example, nested, inputs=lambda i: (i[:, :2], i[:, 2:])),
+    "a dict": Case(
+        TwoInputs, nested_mean, nested, inputs=lambda i: {"right": i[:, 2:], "left": i[:, :2]}
+    ),
+    "a tuple, by example": Case(
+        TwoInputs, by_example, nested, inputs=lambda i: (i[:, :2], i[:, 2:])
+    ),
     "a list": Case(Listed, by_example, nested, inputs=lambda i: [i[:, :2], i[:, 2:]]),
     "the model's own loss": Case(
         WithOwnLoss,
@@ -326,7 +349,9 @@ def make_model(case: Case) -> nn.Module:
 def some_point(model: nn.Module) -> Tensor:
     """Return a point that is not the model's own parameters."""
     own = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
-    return own + 0.1 * torch.randn(len(own), generator=torch.Generator().manual_seed(7), dtype=own.dtype)
+    return own + 0.1 * torch.randn(
+        len(own), generator=torch.Generator().manual_seed(7), dtype=own.dtype
+    )
 
 
 def mean_loss(loss: Any) -> Any:

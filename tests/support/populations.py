@@ -14,14 +14,20 @@ from coterie.benchmark.tasks import SetTask, task_of
 from coterie.users.examples import Examples
 
 
-def people(n_users: int = 5, n: int = 40, *, regression: bool = False, as_table: bool = False) -> Population:
+def people(
+    n_users: int = 5, n: int = 40, *, regression: bool = False, as_table: bool = False
+) -> Population:
     """Make users whose first feature is the number of the row, so that every example can be known again."""
     rng = np.random.default_rng(0)
     rows = n_users * n
     inputs = np.column_stack([np.arange(rows), rng.normal(size=(rows, 2))])
     targets = inputs[:, 1] + 3.0 if regression else rng.permutation(np.arange(rows) % 4)
     owners = np.repeat([f"user {k}" for k in range(n_users)], n)
-    held: Any = pd.DataFrame(inputs, columns=list("abc")) if as_table else torch.tensor(inputs, dtype=torch.float32)
+    held: Any = (
+        pd.DataFrame(inputs, columns=list("abc"))
+        if as_table
+        else torch.tensor(inputs, dtype=torch.float32)
+    )
     return Population(held, targets, owners, n_classes=0 if regression else 4)
 
 

@@ -33,7 +33,8 @@ class Failed(Exception):  # noqa: N818  # it says what happened
 def forked(work: Callable[[], object]) -> int:
     """Do some work in a child, and return its id; the child ends with 0, or with 1 after an error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads, which Python warns of, are not used there
+        # threads, which Python warns of, are not used there
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
         return child
@@ -81,13 +82,20 @@ class Started:
         size: int | None = None,
         kept_by_0: bool = False,
     ) -> None:
-        self.variables = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": str(size or first + len(works))}
+        self.variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "RANK": "0",
+            "WORLD_SIZE": str(size or first + len(works)),
+        }
         self.notes: int | None = None
         if kept_by_0:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.variables |= {"MASTER_PORT": str(free.getsockname()[1])}
         else:
-            self.variables |= {"MASTER_PORT": self._keep_notes(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            self.variables |= {
+                "MASTER_PORT": self._keep_notes(),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
         self.children = [self.start(rank, work) for rank, work in enumerate(works, first)]
 
     def _keep_notes(self) -> str:
@@ -131,7 +139,9 @@ class Started:
 
 
 @contextmanager
-def torch_distributed(serving: Sequence[Callable[..., object]] = (), **settings: Any) -> Iterator[MakeEngine]:
+def torch_distributed(
+    serving: Sequence[Callable[..., object]] = (), **settings: Any
+) -> Iterator[MakeEngine]:
     """Give a function that makes `TorchDistributed` engines whose peers are forked from this process.
 
     Args:
@@ -149,12 +159,20 @@ def torch_distributed(serving: Sequence[Callable[..., object]] = (), **settings:
         torch_group._stores.clear()
 
     def make(
-        model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], *, batch_size: int, seed: int
+        model: nn.Module,
+        loss: Any,
+        me: coterie.User,
+        peers: Sequence[coterie.User],
+        *,
+        batch_size: int,
+        seed: int,
     ) -> coterie.Engine:
         stop()
         timeout = settings.get("timeout", PATIENCE)
         serves = serving or [functools.partial(serve, timeout=timeout)] * len(peers)
-        works = [functools.partial(do, model, loss, peer) for do, peer in zip(serves, peers, strict=True)]
+        works = [
+            functools.partial(do, model, loss, peer) for do, peer in zip(serves, peers, strict=True)
+        ]
         running.append(Started(works, first=1))
         with mock.patch.dict(os.environ, running[-1].variables):
             try:

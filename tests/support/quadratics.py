@@ -26,7 +26,9 @@ def notebook(alpha: float, beta: float = 1e-4) -> BiasCorrection:
 
 
 PAIR = NoisyQuadratic(Quadratic(1.5, 0.3, 2.0), [Quadratic(0.7, 2.0, 0.8)], x0=-1.0, x0_spread=0.5)
-DRIFTING = NoisyQuadratic(Quadratic(1.5, 0.3, 2.0), [Quadratic(0.7, 2.0, 0.8)], x0=-1.0, x0_spread=0.5, drift=0.2)
+DRIFTING = NoisyQuadratic(
+    Quadratic(1.5, 0.3, 2.0), [Quadratic(0.7, 2.0, 0.8)], x0=-1.0, x0_spread=0.5, drift=0.2
+)
 CASES: list[tuple[str, Rule, Lr]] = [
     ("alone", Alone(), 0.05),
     ("alone, decreasing", Alone(), lambda t: 1 / (1.5 * (t + 1))),
@@ -38,7 +40,11 @@ CASES: list[tuple[str, Rule, Lr]] = [
     ("bc, warm-up from zero", BiasCorrection(0.7, 0.05, start="zero"), 0.05),
     ("bc, mean of all biases", BiasCorrection(0.7, 0.0), 0.05),
     ("bc, half corrected", BiasCorrection(0.7, 0.05, correction=0.5), 0.05),
-    ("bc, scheduled beta", BiasCorrection(0.7, lambda t: 1 / math.sqrt(t + 4), warm_up=False), 0.05),
+    (
+        "bc, scheduled beta",
+        BiasCorrection(0.7, lambda t: 1 / math.sqrt(t + 4), warm_up=False),
+        0.05,
+    ),
     (
         "bc, all scheduled",
         BiasCorrection(lambda t: 0.9 - 0.5 / (t + 1), lambda t: 0.3, correction=0.9),
@@ -89,7 +95,9 @@ def moment_loop(
         summed = 1.0 if count > 0 else 0.0
         rows = [[*e_next[:2], 0.0], [*c_next[:2], 0.0], [*e_next[:2], summed]]
         constants, noises = [e_next[2], c_next[2], e_next[2]], [e_next[3:], c_next[3:], e_next[3:]]
-        mean = [sum(r[j] * mean[j] for j in range(3)) + v for r, v in zip(rows, constants, strict=True)]
+        mean = [
+            sum(r[j] * mean[j] for j in range(3)) + v for r, v in zip(rows, constants, strict=True)
+        ]
         cov = [
             [
                 sum(rows[p][j] * cov[j][k] * rows[q][k] for j in range(3) for k in range(3))

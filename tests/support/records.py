@@ -10,4 +10,6 @@ from coterie.recording import Configuration, UserSummary
 def configuration(**changed: Any) -> Configuration:
     """Return what a run was asked to do, with some of it changed."""
     me = UserSummary(name="me", examples=12, validation=6, test=5)
-    return Configuration(**{"rule": "Alone()", "me": me, "peers": {"a": 40}, "steps": 20, **changed})
+    return Configuration(
+        **{"rule": "Alone()", "me": me, "peers": {"a": 40}, "steps": 20, **changed}
+    )

@@ -21,14 +21,17 @@ def model_of(seed: int) -> torch.Tensor:
     """Return the parameters of a small run with dropout by the default rule."""
     random = torch.Generator().manual_seed(seed)
     me, *peers = (
-        coterie.User(name, torch.randn(24, 4, generator=random), torch.arange(24) % 2) for name in ("me", "a", "b")
+        coterie.User(name, torch.randn(24, 4, generator=random), torch.arange(24) % 2)
+        for name in ("me", "a", "b")
     )
     layers = [nn.utils.skip_init(nn.Linear, *shape) for shape in ((4, 6), (6, 2))]  # type: ignore[no-untyped-call]  # draws nothing
     net = nn.Sequential(layers[0], nn.ReLU(), nn.Dropout(0.2), layers[1])
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(torch.randn(p.shape, generator=random) / 2)
-    run = coterie.train(net, cross_entropy, me, peers, steps=12, lr=0.05, seed=seed, measure=False, progress=False)
+    run = coterie.train(
+        net, cross_entropy, me, peers, steps=12, lr=0.05, seed=seed, measure=False, progress=False
+    )
     return nn.utils.parameters_to_vector(run.model.parameters()).detach()
 
 

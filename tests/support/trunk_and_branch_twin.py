@@ -125,7 +125,9 @@ def trunk_and_branch(
 
     def step_of(w: Array, tau: Array, a: float, own: Array | float) -> Array:
         total = sum(weight * gradient(w, peer) for weight, peer in zip(tau, peers, strict=True))
-        if np.linalg.norm(total) > sum(weight * bound for weight, bound in zip(tau, bounds, strict=True)):
+        if np.linalg.norm(total) > sum(
+            weight * bound for weight, bound in zip(tau, bounds, strict=True)
+        ):
             return np.asarray(own * np.ones_like(w))  # the peers are not heard
         return np.asarray((1 - a) * own + a * total)
 
@@ -138,7 +140,8 @@ def trunk_and_branch(
             break
         a = 1 / (1 + np.exp(-(2.2 - 6.8 * (t - half) / max(1, steps - half - 1))))
         copies = [
-            w - lr * step_of(w, tau, a, gradient(w, part)) for w, part, tau in zip(copies, parts, used, strict=True)
+            w - lr * step_of(w, tau, a, gradient(w, part))
+            for w, part, tau in zip(copies, parts, used, strict=True)
         ]
         pooled = pooled - lr * step_of(pooled, by_size, 1.0, 0.0)
         alone = [w - lr * gradient(w, part) for w, part in zip(alone, parts, strict=True)]
@@ -151,7 +154,10 @@ def _served(
 ) -> dict[str, Any]:
     tables = {name: np.array(path["l"]) for name, path in paths.items()}
     without = {
-        name: [frequencies(table[:, folds != q], counts[:, folds != q]) for q in range(int(folds.max()) + 1)]
+        name: [
+            frequencies(table[:, folds != q], counts[:, folds != q])
+            for q in range(int(folds.max()) + 1)
+        ]
         for name, table in tables.items()
     }
 
@@ -169,7 +175,9 @@ def _served(
     path = best({name: mean([score(name, i, folds[i]) for i in everyone]) for name in paths})
     told = {"served": [], "alone": []}  # type: dict[str, list[float]]
     for i in everyone:
-        its = best({name: mean([score(name, j, folds[j]) for j in everyone if j != i]) for name in paths})
+        its = best(
+            {name: mean([score(name, j, folds[j]) for j in everyone if j != i]) for name in paths}
+        )
         for key, name in (("served", its), ("alone", "alone")):
             looks = without[name][folds[i]]
             average = sum(f * w for f, w in zip(looks, paths[name]["x"], strict=True))

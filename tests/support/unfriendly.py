@@ -31,7 +31,8 @@ def load(folder: Path) -> User:
             3: {"step": 0},
             4: {"site": "hungarian"},
             5: {"gradients": np.zeros(BYTES // 4, np.float32)},
-            6: {"gradients": np.full(shape, 1e30, np.float64) * 1e20},  # infinite in single precision
+            # infinite in single precision
+            6: {"gradients": np.full(shape, 1e30, np.float64) * 1e20},
         }
         return reply | lies[step] if step in lies else reply
 

@@ -19,7 +19,18 @@ from typer.testing import CliRunner
 from coterie.cli import app
 
 USERS = ("Geneva", "Basel", "Bern")
-COMMON = ["--user-column", "hospital", "--target", "ill", "--me", "Geneva", "--rule", "wga", "--steps", "30"]
+COMMON = [
+    "--user-column",
+    "hospital",
+    "--target",
+    "ill",
+    "--me",
+    "Geneva",
+    "--rule",
+    "wga",
+    "--steps",
+    "30",
+]
 
 
 @pytest.fixture
@@ -32,13 +43,19 @@ def visits() -> pd.DataFrame:
         ill = np.where(age + rng.normal(0, 8, 60) > 50, "yes", "no").astype(object)
         if name == "Bern":
             ill[:5] = "perhaps"
-        parts.append(pd.DataFrame({"hospital": name, "age": age, "ward": rng.choice(["a", "b"], 60), "ill": ill}))
+        parts.append(
+            pd.DataFrame(
+                {"hospital": name, "age": age, "ward": rng.choice(["a", "b"], 60), "ill": ill}
+            )
+        )
     return pd.concat(parts).sample(frac=1, random_state=0)
 
 
 def invoke(arguments: Sequence[str], log: Path) -> None:
     result = CliRunner().invoke(app, list(arguments))
-    log.write_text(result.output + (repr(result.exception) if result.exception else ""), encoding="utf-8")
+    log.write_text(
+        result.output + (repr(result.exception) if result.exception else ""), encoding="utf-8"
+    )
     if result.exit_code:
         raise processes.Failed
 
@@ -46,7 +63,9 @@ def invoke(arguments: Sequence[str], log: Path) -> None:
 def together(commands: Sequence[Sequence[str]], tmp_path: Path) -> tuple[list[int], list[str]]:
     """Run a command in each of as many processes; return how they ended and what they said."""
     logs = [tmp_path / f"log {rank}" for rank in range(len(commands))]
-    works = [functools.partial(invoke, command, log) for command, log in zip(commands, logs, strict=True)]
+    works = [
+        functools.partial(invoke, command, log) for command, log in zip(commands, logs, strict=True)
+    ]
     return processes.Started(works).end(60), [log.read_text(encoding="utf-8") for log in logs]
 
 
@@ -56,20 +75,32 @@ def same_model(a: Path, b: Path) -> None:
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
 
 
-def test_a_table_in_parts_gives_the_model_of_the_whole_table(visits: pd.DataFrame, tmp_path: Path) -> None:
+def test_a_table_in_parts_gives_the_model_of_the_whole_table(
+    visits: pd.DataFrame, tmp_path: Path
+) -> None:
     visits.to_csv(tmp_path / "visits.csv", index=False)
     order = list(dict.fromkeys(visits["hospital"]))
     peers = [name for name in order if name != "Geneva"]
     for rank, name in enumerate(("Geneva", *peers)):
         visits[visits["hospital"] == name].to_csv(tmp_path / f"part-{rank}.csv", index=False)
-    here = ["train", "--data", str(tmp_path / "visits.csv"), *COMMON, "--out", str(tmp_path / "here")]
+    here = [
+        "train",
+        "--data",
+        str(tmp_path / "visits.csv"),
+        *COMMON,
+        "--out",
+        str(tmp_path / "here"),
+    ]
     assert CliRunner().invoke(app, here).exit_code == 0
 
     table = ["train", "--engine", "torch", "--data", str(tmp_path / "visits.csv"), *COMMON]
     files = ["train", "--engine", "torch", "--data", str(tmp_path / "part-{rank}.csv"), *COMMON]
     workers = [
         [*files, "--out", str(tmp_path / "workers")],
-        *(["worker", "--data", str(tmp_path / f"part-{k}.csv"), "--name", name] for k, name in enumerate(peers, 1)),
+        *(
+            ["worker", "--data", str(tmp_path / f"part-{k}.csv"), "--name", name]
+            for k, name in enumerate(peers, 1)
+        ),
     ]
     ways = {
         "table": [[*table, "--out", str(tmp_path / "table")]] * 3,
@@ -93,7 +124,14 @@ def test_a_table_in_parts_gives_the_model_of_the_whole_table(visits: pd.DataFram
 def test_methods_and_what_measures_over_processes(visits: pd.DataFrame, tmp_path: Path) -> None:
     """A method has the model of one process; knobs that are auto are chosen by peers' gradients."""
     visits.to_csv(tmp_path / "visits.csv", index=False)
-    common = ["--data", str(tmp_path / "visits.csv"), "--user-column", "hospital", "--target", "ill"]
+    common = [
+        "--data",
+        str(tmp_path / "visits.csv"),
+        "--user-column",
+        "hospital",
+        "--target",
+        "ill",
+    ]
     common += ["--me", "Geneva", "--steps", "20"]
     method = [*common, "--rule", "scaffold", "--knob", "local_steps=3"]
     here = ["train", *method, "--out", str(tmp_path / "here")]
@@ -106,7 +144,9 @@ def test_methods_and_what_measures_over_processes(visits: pd.DataFrame, tmp_path
         found[name] = together([command] * 3, tmp_path)
     assert found["method"][0] == found["auto"][0] == [0, 0, 0], found
     same_model(tmp_path / "method", tmp_path / "here")
-    first = json.loads((tmp_path / "auto" / "record.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    first = json.loads(
+        (tmp_path / "auto" / "record.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    )
     assert set(first["configuration"]["estimates"]["peers"]) == {"Basel", "Bern"}
     assert 0 <= first["configuration"]["choice"]["alpha"] <= 1
     assert found["refused"][0][0] == 1
@@ -116,13 +156,25 @@ def test_methods_and_what_measures_over_processes(visits: pd.DataFrame, tmp_path
 def test_what_does_not_fit_is_said_in_every_process(visits: pd.DataFrame, tmp_path: Path) -> None:
     visits.to_csv(tmp_path / "visits.csv", index=False)
     visits.drop(columns="ill").to_csv(tmp_path / "no target.csv", index=False)
-    table = ["train", "--engine", "torch", "--data", str(tmp_path / "visits.csv"), *COMMON, "--out", str(tmp_path)]
+    table = [
+        "train",
+        "--engine",
+        "torch",
+        "--data",
+        str(tmp_path / "visits.csv"),
+        *COMMON,
+        "--out",
+        str(tmp_path),
+    ]
     statuses, logs = together([[*table, "--timeout", "5"]] * 2, tmp_path)
     assert statuses == [1, 1]
-    assert all("2 peers of 'Geneva'" in log and "there are 1 processes for them" in log for log in logs)
+    assert all(
+        "2 peers of 'Geneva'" in log and "there are 1 processes for them" in log for log in logs
+    )
     lacking = ["worker", "--data", str(tmp_path / "no target.csv"), "--name", "Basel"]
     statuses, logs = together([table, lacking], tmp_path)
-    assert statuses == [1, 0]  # torchrun would end all processes where a peer that is left out ended with an error
+    # torchrun would end all processes where a peer that is left out ended with an error
+    assert statuses == [1, 0]
     assert all("the rows of 'Basel' have no column 'ill'" in log for log in logs)
 
 
@@ -154,7 +206,17 @@ def test_a_peer_whose_rows_cannot_be_used_is_left_out_and_the_others_train(
 def test_code_that_user_0_names_must_be_allowed(visits: pd.DataFrame, tmp_path: Path) -> None:
     visits.to_csv(tmp_path / "visits.csv", index=False)
     data = ["--data", str(tmp_path / "visits.csv")]
-    lead = ["train", "--engine", "torch", *data, *COMMON, "--out", str(tmp_path / "run"), "--timeout", "3"]
+    lead = [
+        "train",
+        "--engine",
+        "torch",
+        *data,
+        *COMMON,
+        "--out",
+        str(tmp_path / "run"),
+        "--timeout",
+        "3",
+    ]
     lead += ["--model", "coterie.tables.models:mlp", "--leave-out", "Bern"]
     follow = ["worker", *data, "--user-column", "hospital", "--name", "Basel"]
     statuses, logs = together([lead, follow], tmp_path)

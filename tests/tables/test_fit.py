@@ -29,10 +29,14 @@ from coterie.tables.report import metrics_of
 def visits(n: int = 90) -> pd.DataFrame:
     rng = np.random.default_rng(2)
     x = rng.normal(size=(n, 2))
-    return pd.DataFrame(x, columns=["u", "v"]).assign(who=np.resize(["a", "b"], n), y=40 + 7 * x[:, 0])
+    return pd.DataFrame(x, columns=["u", "v"]).assign(
+        who=np.resize(["a", "b"], n), y=40 + 7 * x[:, 0]
+    )
 
 
-def test_a_named_metric_is_in_the_units_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_metric_is_in_the_units_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(METRICS, "_entries", dict(METRICS._entries))
 
     @METRICS.register("mean-output")
@@ -50,7 +54,9 @@ def test_a_named_metric_is_in_the_units_of_the_target(tmp_path: Path, monkeypatc
     with torch.no_grad():
         outputs = fitted.model(inputs)
     scale, centre = task.preparation.scale, task.preparation.centre
-    assert fitted.test["mean-output"] == pytest.approx(centre + scale * float(outputs.mean()), rel=1e-5)
+    assert fitted.test["mean-output"] == pytest.approx(
+        centre + scale * float(outputs.mean()), rel=1e-5
+    )
     rmse = scale * float((outputs - targets).square().mean().sqrt())
     assert fitted.test["rmse"] == pytest.approx(rmse, rel=1e-5)
 
@@ -83,14 +89,22 @@ def test_a_folder_cannot_name_code_to_run(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         path = tmp_path / "run" / "model.json"
         files.write_json(path, files.read_json(path, "") | about)
-        with pytest.raises((ModelError, FileError), match=r"would run code|must have whole numbers"):
+        with pytest.raises(
+            (ModelError, FileError), match=r"would run code|must have whole numbers"
+        ):
             predict(tmp_path / "run", visits())
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_that_would_fill_memory_is_refused(tmp_path: Path) -> None:
     """One that says it has 10¹² inputs, and one whose file is larger than any."""
-    fit(from_table(visits(), user_column="who", target="y", me="a"), coterie.Alone(), "linear", tmp_path, steps=2)
+    fit(
+        from_table(visits(), user_column="who", target="y", me="a"),
+        coterie.Alone(),
+        "linear",
+        tmp_path,
+        steps=2,
+    )
     about = files.read_json(tmp_path / "model.json", "")
     files.write_json(tmp_path / "model.json", about | {"n_inputs": 10**12})
     with pytest.raises(ModelError, match=r"\d{13} numbers do not fit into its"):
@@ -108,7 +122,8 @@ def test_a_model_that_runs_code_when_it_is_read_is_refused(tmp_path: Path) -> No
     for body in (pickle.dumps(Trap(tmp_path / "ran")), b"", b"PK\x03\x04"):
         (tmp_path / "model.pt").write_bytes(body)
         with pytest.raises(
-            FileError, match=r"model.pt is damaged .* `coterie train` with `--resume` writes it anew"
+            FileError,
+            match=r"model.pt is damaged .* `coterie train` with `--resume` writes it anew",
         ):
             predict(tmp_path, visits())
         files.write_json(tmp_path / "model.json", about | {"parameters": files.sha256(body)})
@@ -118,8 +133,13 @@ def test_a_model_that_runs_code_when_it_is_read_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_model_that_cannot_be_written_is_in_the_error_and_written_on_resuming(tmp_path: Path) -> None:
-    task, disk = from_table(visits(), user_column="who", target="y", me="a"), Disk(errno.ENOSPC, 2, 2)
+def test_a_model_that_cannot_be_written_is_in_the_error_and_written_on_resuming(
+    tmp_path: Path,
+) -> None:
+    task, disk = (
+        from_table(visits(), user_column="who", target="y", me="a"),
+        Disk(errno.ENOSPC, 2, 2),
+    )
     settings: dict[str, Any] = {"steps": 2, "lr": 0.05, "trackers": ()}
     message = r"preparation.json cannot be written \(No space left.*`--resume` will write it then"
     warned = pytest.warns(UserWarning, match=r"goes on in memory|not all of this run is in")
@@ -127,7 +147,10 @@ def test_a_model_that_cannot_be_written_is_in_the_error_and_written_on_resuming(
         fit(task, coterie.Alone(), "linear", tmp_path, **settings, hooks=[disk.follow])
     fit(task, coterie.Alone(), "linear", tmp_path, **settings, resume=True)
     ours = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert all(torch.equal(ours[name], value) for name, value in caught.value.run.model.state_dict().items())
+    assert all(
+        torch.equal(ours[name], value)
+        for name, value in caught.value.run.model.state_dict().items()
+    )
     with claimed_elsewhere(tmp_path), pytest.raises(FileError, match="is in use by process"):
         fit(task, coterie.Alone(), "linear", tmp_path, **settings, resume=True)
 
@@ -145,10 +168,14 @@ class Trap:
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_a_row_of_weight_two_counts_as_two_rows_and_one_of_weight_0_not_at_all(kind: str) -> None:
     frame = visits(60).assign(w=np.resize([2.0, 1.0, 0.0, 1.0], 60))
-    frame = frame if kind == "regression" else frame.assign(y=np.where(frame["y"] > 40, "yes", "no"))
+    frame = (
+        frame if kind == "regression" else frame.assign(y=np.where(frame["y"] > 40, "yes", "no"))
+    )
     task = from_table(frame, user_column="who", target="y", me="a", weights="w")
     plain = replace(task.preparation, weights=None)
-    model = models.build("linear", task.n_inputs, task.n_outputs).requires_grad_(requires_grad=False)
+    model = models.build("linear", task.n_inputs, task.n_outputs).requires_grad_(
+        requires_grad=False
+    )
     twice = frame.loc[frame.index.repeat(frame["w"].astype(int))]
     inputs, targets = task.preparation.examples(frame, "y")
     repeated = plain.examples(twice, "y")
@@ -160,17 +187,23 @@ def test_a_row_of_weight_two_counts_as_two_rows_and_one_of_weight_0_not_at_all(k
     torch.testing.assert_close(loss, wanted)
     names = ["auc", "brier"] if kind == "classification" else ["mae", "r2"]
     for name, metric in metrics_of(task.preparation, names).items():
-        assert metric(outputs, targets) == pytest.approx(metric(model(repeated[0]), repeated[1]), rel=1e-5), name
+        assert metric(outputs, targets) == pytest.approx(
+            metric(model(repeated[0]), repeated[1]), rel=1e-5
+        ), name
 
 
 def test_weights_reach_training_and_every_number_that_is_told(tmp_path: Path) -> None:
     """Rows of weight 0 may say anything; with them the run is the one without."""
     frame = visits(90).assign(w=1.0)
-    wrong = frame.assign(y=lambda f: np.where(np.arange(90) % 6 < 2, -999.0, f["y"]), w=np.arange(90) % 6 >= 2)
+    wrong = frame.assign(
+        y=lambda f: np.where(np.arange(90) % 6 < 2, -999.0, f["y"]), w=np.arange(90) % 6 >= 2
+    )
     columns: dict[str, Any] = {"user_column": "who", "target": "y", "me": "a", "weights": "w"}
     preparation = from_table(frame, **columns).preparation
     task = from_table(wrong, **columns, preparation=preparation)
-    run = fit(task, coterie.WeightedAveraging(0.5), "linear", tmp_path, steps=100, lr=0.1, progress=False)
+    run = fit(
+        task, coterie.WeightedAveraging(0.5), "linear", tmp_path, steps=100, lr=0.1, progress=False
+    )
     assert run is not None
     assert run.test["rmse"] < 1  # of a spread of 7
     assert run.test["loss"] < 0.05
@@ -179,25 +212,42 @@ def test_weights_reach_training_and_every_number_that_is_told(tmp_path: Path) ->
 def test_the_first_metric_named_makes_the_verdict(tmp_path: Path) -> None:
     frame = visits(200).assign(y=lambda f: np.where(f["y"] + 9 * f["v"] > 40, "yes", "no"))
     task = from_table(frame, user_column="who", target="y", me="a")
-    run = fit(task, coterie.WeightedAveraging(0.5), "linear", tmp_path, metrics=["auc"], steps=20, progress=False)
+    run = fit(
+        task,
+        coterie.WeightedAveraging(0.5),
+        "linear",
+        tmp_path,
+        metrics=["auc"],
+        steps=20,
+        progress=False,
+    )
     assert run is not None
     assert list(run.test) == ["loss", "auc", "accuracy"]
     if run.record.end.comparison is not None:
         assert list(run.verdict.measures) == ["auc", "loss"]
-    with pytest.raises(KnobError, match="`rmse` is no metric for classification; choose among accuracy"):
+    with pytest.raises(
+        KnobError, match="`rmse` is no metric for classification; choose among accuracy"
+    ):
         metrics_of(task.preparation, ["rmse"])
 
 
 def test_predictions_carry_the_ids_along(tmp_path: Path) -> None:
     frame = visits().assign(patient=[f"p{i}" for i in range(90)])
     fit(
-        from_table(frame, user_column="who", target="y", me="a", ids="patient"), coterie.Alone(), "linear", tmp_path
+        from_table(frame, user_column="who", target="y", me="a", ids="patient"),
+        coterie.Alone(),
+        "linear",
+        tmp_path,
     )
-    assert predict(tmp_path, frame[::-1])["patient"].tolist() == [f"p{i}" for i in reversed(range(90))]
+    assert predict(tmp_path, frame[::-1])["patient"].tolist() == [
+        f"p{i}" for i in reversed(range(90))
+    ]
     with pytest.warns(UserWarning, match="no column 'patient', so predictions carry no ids"):
         assert list(predict(tmp_path, frame.drop(columns="patient"))) == ["prediction"]
     numbers = frame.select_dtypes("number").columns.drop("y", errors="ignore")
-    with pytest.warns(UserWarning, match=f"'{numbers[0]}' has 90 of 90 numbers more than 10 standard deviations"):
+    with pytest.warns(
+        UserWarning, match=f"'{numbers[0]}' has 90 of 90 numbers more than 10 standard deviations"
+    ):
         predict(tmp_path, frame.assign(**{numbers[0]: 1e9}))
 
 
@@ -222,11 +272,19 @@ def test_intervals_and_sets_come_from_the_scores_beside_the_model(tmp_path: Path
 
     classes = rows.assign(y=np.where(rows["y"] > 40, "ill", "well"))
     task = from_table(classes, user_column="who", target="y", me="a")
-    assert fit(task, coterie.Alone(), "linear", tmp_path / "classes", steps=150, lr=0.05) is not None
+    assert (
+        fit(task, coterie.Alone(), "linear", tmp_path / "classes", steps=150, lr=0.05) is not None
+    )
     told = predict(tmp_path / "classes", classes, coverage=0.9)
     assert set(told["set"]) <= {"", "ill", "well", "ill | well"}
     assert (
-        np.mean([truth in found.split(" | ") for truth, found in zip(classes["y"], told["set"], strict=True)]) > 0.8
+        np.mean(
+            [
+                truth in found.split(" | ")
+                for truth, found in zip(classes["y"], told["set"], strict=True)
+            ]
+        )
+        > 0.8
     )
 
 

@@ -31,10 +31,14 @@ def visits(n: int = 240, classes: int = 2) -> pd.DataFrame:
     u, v, w = rng.normal(size=(3, n))
     v[::9] = np.nan
     score = 2 * u + np.nan_to_num(v) + rng.normal(size=n)
-    frame = pd.DataFrame({"who": np.resize(["a", "b"], n), "u": u, "v": v, "w": w, "z": rng.choice(["p", "q"], n)})
+    frame = pd.DataFrame(
+        {"who": np.resize(["a", "b"], n), "u": u, "v": v, "w": w, "z": rng.choice(["p", "q"], n)}
+    )
     if classes == 0:
         return frame.assign(y=20 + 5 * score)
-    return frame.assign(y=np.array(["no", "so", "yes"][:: 2 if classes == 2 else 1])[pd.qcut(score, classes).codes])
+    return frame.assign(
+        y=np.array(["no", "so", "yes"][:: 2 if classes == 2 else 1])[pd.qcut(score, classes).codes]
+    )
 
 
 def trained(task: TableTask) -> torch.nn.Module:
@@ -57,15 +61,21 @@ def test_what_is_told_of_classes_is_as_scikit_learn_has_it(classes: int) -> None
     found = report.quality(model, None, preparation, "y", rows)
     outputs = model(preparation.inputs(rows)).double().softmax(1).numpy()
     truth, told = rows["y"], np.array(preparation.classes)[outputs.argmax(1)]
-    np.testing.assert_allclose(found.confusion, sk.confusion_matrix(truth, told, labels=preparation.classes))
+    np.testing.assert_allclose(
+        found.confusion, sk.confusion_matrix(truth, told, labels=preparation.classes)
+    )
     expected = sk.classification_report(truth, told, output_dict=True)
     for k, one in enumerate(found.by_class):
         assert one.sensitivity.value == pytest.approx(expected[one.name]["recall"])
         assert one.precision.value == pytest.approx(expected[one.name]["precision"])
         assert one.rows == expected[one.name]["support"]
         assert one.auc == pytest.approx(sk.roc_auc_score(truth == one.name, outputs[:, k]))
-        wilson = stats.binomtest(round(one.sensitivity.value * one.rows), one.rows).proportion_ci(method="wilson")
-        assert (one.sensitivity.low, one.sensitivity.high) == pytest.approx((wilson.low, wilson.high))
+        wilson = stats.binomtest(round(one.sensitivity.value * one.rows), one.rows).proportion_ci(
+            method="wilson"
+        )
+        assert (one.sensitivity.low, one.sensitivity.high) == pytest.approx(
+            (wilson.low, wilson.high)
+        )
         others = truth != one.name
         assert one.specificity.value == pytest.approx((told[others] != one.name).mean())
     assert bool(found.roc) is (classes == 2)
@@ -84,11 +94,16 @@ def test_an_effect_is_the_mean_over_all_permutations() -> None:
 
     for effect in report.permutation_effects(model, preparation, "y", rows):
         orders = itertools.permutations(range(4))
-        each = [loss(rows.assign(**{effect.column: rows[effect.column].to_numpy()[list(o)]})) for o in orders]
+        each = [
+            loss(rows.assign(**{effect.column: rows[effect.column].to_numpy()[list(o)]}))
+            for o in orders
+        ]
         assert effect.rise == pytest.approx(np.mean(each) - loss(rows), abs=1e-6)
 
 
-def test_effects_are_those_of_scikit_learn_and_find_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_effects_are_those_of_scikit_learn_and_find_what_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     task = from_table(visits(), **COLUMNS, test=0.4)
     model, preparation, rows = trained(task), task.preparation, task.test_rows
 
@@ -100,11 +115,15 @@ def test_effects_are_those_of_scikit_learn_and_find_what_matters(monkeypatch: py
         return -float(sk.log_loss(truth, probabilities))
 
     columns = ["u", "v", "w", "z"]
-    theirs = permutation_importance(Classifier(), rows[columns], rows["y"], scoring=score, n_repeats=20)
+    theirs = permutation_importance(
+        Classifier(), rows[columns], rows["y"], scoring=score, n_repeats=20
+    )
     ours = {one.column: one for one in report.permutation_effects(model, preparation, "y", rows)}
     assert list(ours)[:2] == ["u", "v"]
     for column, rises in zip(columns, theirs.importances, strict=True):
-        assert ours[column].rise == pytest.approx(rises.mean(), abs=5 * rises.std() / math.sqrt(20) + 1e-9)
+        assert ours[column].rise == pytest.approx(
+            rises.mean(), abs=5 * rises.std() / math.sqrt(20) + 1e-9
+        )
     monkeypatch.setattr(report, "PERMUTED_ROWS", 400)  # of 48 rows some shifts only
     some = {one.column: one for one in report.permutation_effects(model, preparation, "y", rows)}
     assert some["u"].rise == pytest.approx(ours["u"].rise, abs=3 * ours["u"].error)
@@ -113,9 +132,14 @@ def test_effects_are_those_of_scikit_learn_and_find_what_matters(monkeypatch: py
 @pytest.mark.parametrize("classes", [0, 2, 3])
 def test_the_page_and_the_file_say_the_same_and_nothing_twice(tmp_path: Path, classes: int) -> None:
     task = from_table(visits(classes=classes), **COLUMNS)
-    run = fit(task, coterie.WeightedAveraging(0.5), "linear", tmp_path, steps=20, lr=0.05, progress=False)
+    run = fit(
+        task, coterie.WeightedAveraging(0.5), "linear", tmp_path, steps=20, lr=0.05, progress=False
+    )
     assert run is not None
-    page, told = (tmp_path / "index.html").read_text(encoding="utf-8"), files.read_json(tmp_path / FILE, "")
+    page, told = (
+        (tmp_path / "index.html").read_text(encoding="utf-8"),
+        files.read_json(tmp_path / FILE, ""),
+    )
     assert told["served"]["loss"] == pytest.approx(run.test["loss"])
     for one in told["effects"]:
         assert f"{one['rise']:+.3f} ± {one['error']:.3f}" in page
@@ -130,11 +154,19 @@ def test_the_page_and_the_file_say_the_same_and_nothing_twice(tmp_path: Path, cl
 
 def test_weights_count_and_make_no_rows() -> None:
     frame = visits().assign(weight=3.0)
-    plain, heavy = (from_table(frame, **COLUMNS, **each) for each in ({"drop": ["weight"]}, {"weights": "weight"}))
+    plain, heavy = (
+        from_table(frame, **COLUMNS, **each)
+        for each in ({"drop": ["weight"]}, {"weights": "weight"})
+    )
     model = trained(plain)
-    found = [report.quality(model, None, each.preparation, "y", each.test_rows) for each in (plain, heavy)]
+    found = [
+        report.quality(model, None, each.preparation, "y", each.test_rows)
+        for each in (plain, heavy)
+    ]
     assert found[0].by_class[0].sensitivity == pytest.approx(found[1].by_class[0].sensitivity)
-    assert [one.error for one in found[0].effects] == pytest.approx([one.error for one in found[1].effects])
+    assert [one.error for one in found[0].effects] == pytest.approx(
+        [one.error for one in found[1].effects]
+    )
     assert found[0].served == pytest.approx(found[1].served)
     assert np.sum(found[1].confusion) == 3 * np.sum(found[0].confusion)
 

@@ -25,7 +25,10 @@ COLUMNS: dict[str, Any] = {"user_column": "who", "target": "y", "me": "a", "own_
 
 
 def split(value: float) -> Split:
-    return Split("with peers", {"loss": Difference(ours=1 + value, alone=1.0, error=0.1, less_is_better=True)})
+    return Split(
+        "with peers",
+        {"loss": Difference(ours=1 + value, alone=1.0, error=0.1, less_is_better=True)},
+    )
 
 
 def test_the_error_is_that_of_the_mean_over_splits_that_overlap() -> None:
@@ -34,7 +37,9 @@ def test_the_error_is_that_of_the_mean_over_splits_that_overlap() -> None:
     means, errors, trials = [], [], 2000
     for _ in range(trials):
         rows = rng.normal(size=50)
-        found = over_splits([split(rng.choice(rows, 10, replace=False).mean()) for _ in range(8)], 10, 40)
+        found = over_splits(
+            [split(rng.choice(rows, 10, replace=False).mean()) for _ in range(8)], 10, 40
+        )
         means.append(found.measures["loss"].difference)
         errors.append(found.measures["loss"].error)
     variance, claimed = np.var(means), np.mean(np.square(errors))
@@ -50,7 +55,8 @@ def test_by_chance_a_verdict_is_rare() -> None:
         rows = rng.normal(size=50)
         splits = [split(rng.choice(rows, 10, replace=False).mean()) for _ in range(10)]
         found.append(judged("me", over_splits(splits, 10, 40)).finding)
-    assert np.mean([each != "unclear" for each in found]) < 0.08  # of 0.05, by a test of t that is not exact
+    # of 0.05, by a test of t that is not exact
+    assert np.mean([each != "unclear" for each in found]) < 0.08
 
 
 def visits(n: int = 300) -> pd.DataFrame:
@@ -64,8 +70,16 @@ def again(k: int) -> tuple[TableTask, coterie.WeightedAveraging]:
     return from_table(visits(), **COLUMNS, seed=k), coterie.WeightedAveraging(0.8)
 
 
-def test_the_verdict_is_on_the_mean_and_so_in_record_and_page_and_after_resuming(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 6, "lr": 0.1, "progress": False, "trackers": (), "measure": False}
+def test_the_verdict_is_on_the_mean_and_so_in_record_and_page_and_after_resuming(
+    tmp_path: Path,
+) -> None:
+    settings: dict[str, Any] = {
+        "steps": 6,
+        "lr": 0.1,
+        "progress": False,
+        "trackers": (),
+        "measure": False,
+    }
     others = [functools.partial(again, k) for k in (1, 2)]
     run = fit(*again(0), "linear", tmp_path, again=others, **settings)
     assert run is not None
@@ -78,12 +92,16 @@ def test_the_verdict_is_on_the_mean_and_so_in_record_and_page_and_after_resuming
     assert found is not None
     assert found.splits == 3
     each = [
-        end.comparison.measures["loss"].difference if end.comparison else 0.0 for end in (plain.record.end, *single)
+        end.comparison.measures["loss"].difference if end.comparison else 0.0
+        for end in (plain.record.end, *single)
     ]
     assert found.measures["loss"].difference == pytest.approx(np.mean(each))
     wanted = np.std(each, ddof=1) * np.sqrt(1 / 3 + 20 / (12 + 20))
     assert found.measures["loss"].error == pytest.approx(wanted)
-    record, page = Record.load(tmp_path / "record.jsonl"), (tmp_path / "index.html").read_text(encoding="utf-8")
+    record, page = (
+        Record.load(tmp_path / "record.jsonl"),
+        (tmp_path / "index.html").read_text(encoding="utf-8"),
+    )
     assert record.end == run.record.end
     assert "on 3 random splits with 20 test rows each" in record.end.verdict
     assert record.end.verdict == run.verdict.sentence
@@ -99,22 +117,37 @@ def test_the_verdict_is_on_the_mean_and_so_in_record_and_page_and_after_resuming
 def test_where_alone_is_served_both_are_said() -> None:
     measures = {"loss": Difference(ours=0.5, alone=0.5, error=0.0, less_is_better=True)}
     guard = GuardDecision(served="alone", difference=0.1, error=0.2)
-    end = End(step=1, best_step=1, guard=guard, comparison=over_splits([Split("alone", measures)] * 3, 10, 40))
-    said = verdict(Configuration(rule="", me=UserSummary(name="me", examples=9), peers={"b": 9}, steps=1), end)
+    end = End(
+        step=1,
+        best_step=1,
+        guard=guard,
+        comparison=over_splits([Split("alone", measures)] * 3, 10, 40),
+    )
+    said = verdict(
+        Configuration(rule="", me=UserSummary(name="me", examples=9), peers={"b": 9}, steps=1), end
+    )
     assert said.finding == "alone"
     assert said.sentence.startswith("me gets the model trained without peers: ")
     assert "It is not clear whether a model for me is better or worse" in said.sentence
     assert said.sentence.endswith("3 splits are too few to be sure.")
     said = judged("me", over_splits([split(-0.3), split(-0.31), split(-0.29)] * 3, 10, 40))
     assert said.finding == "better"
-    wanted = "A model for me is better than one trained alone: loss -0.3000 ± 0.0052 on 9 random splits"
+    wanted = (
+        "A model for me is better than one trained alone: loss -0.3000 ± 0.0052 on 9 random splits"
+    )
     assert said.sentence.startswith(wanted)
 
 
 def test_without_a_model_trained_alone_there_is_nothing_to_compare(tmp_path: Path) -> None:
     with pytest.raises(KnobError, match="`--repeats` compares with a model trained alone"):
         fit(
-            *again(0), "linear", tmp_path, again=[functools.partial(again, 1)], guard="off", steps=2, progress=False
+            *again(0),
+            "linear",
+            tmp_path,
+            again=[functools.partial(again, 1)],
+            guard="off",
+            steps=2,
+            progress=False,
         )
 
 
@@ -137,7 +170,10 @@ def test_repeats_on_the_command_line(tmp_path: Path, rule: str) -> None:
     end = Record.load(tmp_path / "run" / "record.jsonl").end
     assert end.verdict in " ".join(result.output.split())
     assert "3 random splits" in end.verdict
-    others = [Record.load(path / "record.jsonl").end for path in sorted((tmp_path / "run" / "splits").iterdir())]
+    others = [
+        Record.load(path / "record.jsonl").end
+        for path in sorted((tmp_path / "run" / "splits").iterdir())
+    ]
     assert len(others) == 2
     assert end.seconds > sum(other.seconds for other in others)  # of all three
     assert result.stderr.count("'patient' looks like an id") == 1  # not once for each split

@@ -29,7 +29,9 @@ def test_no_bound_is_broken(lr: float, steps: int) -> None:
     rng, cases = np.random.default_rng([steps, round(1000 * lr)]), 300
     problems, (x, z) = draw(rng, cases), rng.normal(size=(2, cases)) * 3
     alpha = rng.choice([0.0, 0.5, 1.0], cases)
-    ratio = problems.expected(lr, steps, x, z, alpha=alpha) / affine_bound(problems, lr, steps, x, z, alpha=alpha)
+    ratio = problems.expected(lr, steps, x, z, alpha=alpha) / affine_bound(
+        problems, lr, steps, x, z, alpha=alpha
+    )
     assert ratio.max() <= 1 + 1e-9
     assert ratio.max() > 0.9
 
@@ -74,7 +76,9 @@ def test_users_alike_are_n_times_less_noisy() -> None:
     rng = np.random.default_rng(2)
     for n in (2, 10, 100):
         alike = Affine(
-            np.tile(rng.dirichlet(np.ones(4)), (n, 1)), rng.uniform(0.5, 2, 4), np.tile(rng.normal(size=4), (n, 1))
+            np.tile(rng.dirichlet(np.ones(4)), (n, 1)),
+            rng.uniform(0.5, 2, 4),
+            np.tile(rng.normal(size=4), (n, 1)),
         )
         assert float(alike.variance()) == pytest.approx(float(alike.variance(0.0)) / n)
 

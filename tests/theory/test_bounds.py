@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.exact_moments import CASES, HORIZONS, Array, Quadratics, assert_bounds, draw, some, starts
+from tests.support.exact_moments import (
+    CASES,
+    HORIZONS,
+    Array,
+    Quadratics,
+    assert_bounds,
+    draw,
+    some,
+    starts,
+)
 
 import coterie
 from coterie import theory
@@ -23,7 +32,9 @@ def test_averaging_bounds_hold(steps: int, growing: bool) -> None:
     descent = theory.averaging(constants, alpha)
     lr = some(rng, descent.max_lr)
     exact = problem.run(lr, steps, alpha=alpha)
-    assert_bounds(exact.squared_gradient, descent.gradient_bound(lr, steps), tight=0.4 if growing else 0.8)
+    assert_bounds(
+        exact.squared_gradient, descent.gradient_bound(lr, steps), tight=0.4 if growing else 0.8
+    )
     assert_bounds(exact.loss, descent.loss_bound(lr, steps), tight=0.3 if growing else 0.5)
 
 
@@ -35,7 +46,11 @@ def test_relaxed_noise_is_bounded_by_the_constants() -> None:
         peers = problem.peers + problem.peer_growth * (problem.b * x + problem.k) ** 2
         exact = ((1 - alpha) ** 2 * own.sum(-1)) + alpha**2 * peers.sum(-1)
         gradient = ((problem.a * x) ** 2).sum(-1)
-        assert_bounds(exact, constants.variance_growth(alpha) * gradient + constants.variance(alpha), tight=0.5)
+        assert_bounds(
+            exact,
+            constants.variance_growth(alpha) * gradient + constants.variance(alpha),
+            tight=0.5,
+        )
 
 
 @pytest.mark.parametrize("growing", [False, True])
@@ -69,7 +84,10 @@ def test_oracle_bounds_hold(steps: int) -> None:
 def test_correction_bound_holds(steps: int, seed: int) -> None:
     rng = np.random.default_rng([steps, seed, 3])
     problem, constants, _ = draw(rng)
-    alpha, beta = rng.choice([0, 0.3, 1], CASES) * rng.uniform(0.5, 1, CASES), 10 ** rng.uniform(-3, 0, CASES)
+    alpha, beta = (
+        rng.choice([0, 0.3, 1], CASES) * rng.uniform(0.5, 1, CASES),
+        10 ** rng.uniform(-3, 0, CASES),
+    )
     lr = some(rng, theory.correction_max_lr(constants, alpha, beta))
     c, error = starts(rng, problem)
     exact = problem.run(lr, steps, alpha=alpha, beta=beta, c=c)
@@ -86,8 +104,16 @@ def test_the_bound_of_a_run_holds_for_the_rule(warm_up: bool) -> None:
         return 10 ** rng.uniform(low, high, n)
 
     for _ in range(150):
-        d, steps, alpha = int(rng.integers(1, 3)), int(rng.choice([1, 2, 5, 40, 150])), float(rng.uniform(0.2, 1))
-        own, shift, x = drawn(-1, 1, d), drawn(-2, 1, d) * rng.choice([-1, 0, 1], d), drawn(-2, 1, d)
+        d, steps, alpha = (
+            int(rng.integers(1, 3)),
+            int(rng.choice([1, 2, 5, 40, 150])),
+            float(rng.uniform(0.2, 1)),
+        )
+        own, shift, x = (
+            drawn(-1, 1, d),
+            drawn(-2, 1, d) * rng.choice([-1, 0, 1], d),
+            drawn(-2, 1, d),
+        )
         peers = own * (1 + rng.choice([0, 1], d) * drawn(-2, 0.5, d))
         noise, peer_noise = drawn(-3, 1, d), drawn(-3, 1, d)
         constants = Constants(
@@ -99,10 +125,14 @@ def test_the_bound_of_a_run_holds_for_the_rule(warm_up: bool) -> None:
         )
         beta = float(drawn(-3, 0, 1)[0])
         lr = float(theory.correction_max_lr(constants, alpha, beta) * rng.choice([1, 0.1]))
-        problem = NoisyQuadratic(Quadratic(own, np.zeros(d), noise), [Quadratic(peers, shift, peer_noise)], x0=x)
+        problem = NoisyQuadratic(
+            Quadratic(own, np.zeros(d), noise), [Quadratic(peers, shift, peer_noise)], x0=x
+        )
         rule = coterie.BiasCorrection(alpha, beta, warm_up=warm_up)
         exact = problem.expected(rule, lr, list(range(steps))).squared_gradient.mean()
-        ratios.append(exact / theory.correction_bound(constants, alpha, beta, lr, steps, warm_up=warm_up))
+        ratios.append(
+            exact / theory.correction_bound(constants, alpha, beta, lr, steps, warm_up=warm_up)
+        )
     assert max(ratios) <= 1 + 1e-9
     assert max(ratios) > 0.9
 
@@ -131,12 +161,16 @@ def test_correction_bound_holds_at_its_best_knobs() -> None:
     assert_bounds(exact.squared_gradient, bound, tight=0.1)
 
 
-def simple_correction_bound(constants: Constants, alpha: Any, beta: Any, lr: Any, steps: int, *, error: Any) -> Any:
+def simple_correction_bound(
+    constants: Constants, alpha: Any, beta: Any, lr: Any, steps: int, *, error: Any
+) -> Any:
     """Return the coarser form of the bound, for lr ≤ β/(√72·αδ), as a bound on the mean squared gradient."""
     variance, s = constants.variance(alpha), constants.noise**2 + constants.peer_variance
     drift = (alpha * constants.hessian_gap * lr / beta) ** 2
     start = constants.initial_gap / (lr * steps) + 2 * alpha**2 * error / (beta * steps)
-    noise = constants.smoothness * lr * variance / 2 + 2 * alpha**2 * beta * s + 6 * drift * variance
+    noise = (
+        constants.smoothness * lr * variance / 2 + 2 * alpha**2 * beta * s + 6 * drift * variance
+    )
     return 4 * (start + noise)
 
 
@@ -144,7 +178,12 @@ def test_correction_bound_implies_the_simple_form() -> None:
     rng = np.random.default_rng(5)
     problem, constants, _ = draw(rng)
     alpha, beta = rng.random(CASES), 10 ** rng.uniform(-3, 0, CASES)
-    lr = some(rng, np.minimum(1 / constants.smoothness, beta / (72**0.5 * alpha * constants.hessian_gap + 1e-99)))
+    lr = some(
+        rng,
+        np.minimum(
+            1 / constants.smoothness, beta / (72**0.5 * alpha * constants.hessian_gap + 1e-99)
+        ),
+    )
     _, error = starts(rng, problem)
     for steps in HORIZONS:
         bound = theory.correction_bound(constants, alpha, beta, lr, steps, initial_error=error)
@@ -152,7 +191,9 @@ def test_correction_bound_implies_the_simple_form() -> None:
         assert (bound <= 0.54 * coarse).all()
 
 
-def test_correction_bound_is_alones_without_peers_and_nearly_the_oracles_with_a_known_bias() -> None:
+def test_correction_bound_is_alones_without_peers_and_nearly_the_oracles_with_a_known_bias() -> (
+    None
+):
     problem = Constants(smoothness=2, initial_gap=3, noise=1, n_peers=9)
     own = theory.alone(problem).gradient_bound(0.1, 100)
     assert theory.correction_bound(problem, 0.0, 0.5, 0.1, 100) == pytest.approx(own)
@@ -164,7 +205,9 @@ def test_correction_bound_ends_where_beta_no_longer_follows_the_drift() -> None:
     """It is infinite at q = ½, that is β² = 4(1 + β)(αδη)²."""
     problem, drift = Constants(smoothness=1, initial_gap=1, noise=1, hessian_gap=2), 0.5 * 2 * 0.1
     limit = 2 * drift**2 + np.sqrt(4 * drift**4 + 4 * drift**2)
-    near, far = (theory.correction_bound(problem, 0.5, limit * (1 + gap), 0.1, 100) for gap in (1e-9, 1e-1))
+    near, far = (
+        theory.correction_bound(problem, 0.5, limit * (1 + gap), 0.1, 100) for gap in (1e-9, 1e-1)
+    )
     assert near > 1e6 * far
 
 
@@ -216,7 +259,9 @@ def test_the_final_form_of_a5_bounds_peers_whose_constant_adds_no_noise() -> Non
     problem, constants, alpha = draw(rng, growing=True)
     alone = ConstantWithoutNoise(**vars(problem))
     lr = some(rng, theory.averaging(constants, alpha).max_lr)
-    largest = np.max([2 * alone.run(lr, t, alpha=alpha).loss / constants.pl for t in range(1, steps + 1)], 0)
+    largest = np.max(
+        [2 * alone.run(lr, t, alpha=alpha).loss / constants.pl for t in range(1, steps + 1)], 0
+    )
     reach = np.sqrt(np.maximum(largest, (problem.x**2).sum(-1)))
     final = replace(constants, diameter=reach)
     exact = alone.run(lr, steps, alpha=alpha)
@@ -236,7 +281,11 @@ def test_mean_estimation_is_the_weighted_mean() -> None:
     mean = quadratics.run(1 / np.arange(1, steps + 1)[:, None], steps, alpha=alpha)
     assert 2 * mean.loss[0] == pytest.approx(theory.averaging_cost(problem, alpha, steps))
     descent = theory.averaging(problem, alpha)
-    decreasing = quadratics.run(descent.decreasing_lr(np.arange(float(steps))[:, None]), steps, alpha=alpha)
+    decreasing = quadratics.run(
+        descent.decreasing_lr(np.arange(float(steps))[:, None]), steps, alpha=alpha
+    )
     # The steps (2t + 1)/(t + 1)² weight the sample of step t by (2t + 1)/T².
     share = np.sum((2 * np.arange(steps) + 1.0) ** 2) / steps**4
-    assert 2 * decreasing.loss[0] == pytest.approx((alpha * 0.5) ** 2 + share * float(problem.variance(alpha)))
+    assert 2 * decreasing.loss[0] == pytest.approx(
+        (alpha * 0.5) ** 2 + share * float(problem.variance(alpha))
+    )

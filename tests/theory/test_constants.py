@@ -38,9 +38,15 @@ def test_inconsistent_constants_are_named(wrong: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda p: theory.averaging(p, 0.6), "`alpha` must be below 1/√m.* got 0.6; take less than 0.5"),
+        (
+            lambda p: theory.averaging(p, 0.6),
+            "`alpha` must be below 1/√m.* got 0.6; take less than 0.5",
+        ),
         (lambda p: theory.averaging(p, 1.2), r"`alpha` must lie in \[0, 1\], got 1.2"),
-        (lambda p: theory.best_tau(p, 0.6, 9, peer_noise=[1], bias_floor=[1]), "`alpha` must be below 1/√m"),
+        (
+            lambda p: theory.best_tau(p, 0.6, 9, peer_noise=[1], bias_floor=[1]),
+            "`alpha` must be below 1/√m",
+        ),
         (
             lambda p: theory.alone(p).loss_bound(1.5, 10),
             "`lr` must not exceed `max_lr`, got 1.5; take at most 1",
@@ -51,9 +57,18 @@ def test_inconsistent_constants_are_named(wrong: dict[str, Any], message: str) -
         (lambda p: theory.alone(replace(p, pl=0)).loss_bound(1, 9), "`pl` must be positive"),
         (lambda p: theory.best_alpha(replace(p, pl=0), 9), "`pl` must be positive"),
         (lambda p: theory.oracle(p, 0.5, -1), "`oracle_noise` must not be negative, got -1"),
-        (lambda p: theory.correction_bound(p, 0.5, 0.0, 0.1, 9), r"`beta` must lie in \(0, 1\], got 0"),
-        (lambda p: theory.correction_bound(p, 0.5, 0.01, 0.1, 9), "`beta` must exceed √8·αδη, got 0.01"),
-        (lambda p: theory.correction_bound(p, 0.5, 0.5, 2, 9), "`lr` must not exceed 1/L, got 2; take 1"),
+        (
+            lambda p: theory.correction_bound(p, 0.5, 0.0, 0.1, 9),
+            r"`beta` must lie in \(0, 1\], got 0",
+        ),
+        (
+            lambda p: theory.correction_bound(p, 0.5, 0.01, 0.1, 9),
+            "`beta` must exceed √8·αδη, got 0.01",
+        ),
+        (
+            lambda p: theory.correction_bound(p, 0.5, 0.5, 2, 9),
+            "`lr` must not exceed 1/L, got 2; take 1",
+        ),
         (lambda p: theory.best_beta(p, 1, 0.9, 9), r"`lr` must lie in \(0, .* got 0.9; take 0.333"),
         (
             lambda p: theory.best_correction(replace(p, noise_growth=1), 9),
@@ -65,7 +80,9 @@ def test_inconsistent_constants_are_named(wrong: dict[str, Any], message: str) -
         ),
         (lambda p: theory.hessian_gap_limit(p, 0, 0.1), "`alpha` must be positive here, got 0"),
         (
-            lambda p: Constants.from_peers(smoothness=1, initial_gap=1, noise=1, tau=[1, 1], peer_noise=[1, 1]),
+            lambda p: Constants.from_peers(
+                smoothness=1, initial_gap=1, noise=1, tau=[1, 1], peer_noise=[1, 1]
+            ),
             "`tau` must sum to 1, got 2; divide",
         ),
     ],

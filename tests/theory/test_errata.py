@@ -29,7 +29,9 @@ def printed_theorem_3(
     problem: Quadratics, alpha: float, lr: float, steps: int, batches: float = 1.0
 ) -> tuple[float, float]:
     """Return β and the right side of Theorem 3 as printed, for c_0 from `batches` batches and ζ = 0."""
-    own, peers, delta = (float(v[0, 0]) for v in (problem.own, problem.peers, abs(problem.b - problem.a)))
+    own, peers, delta = (
+        float(v[0, 0]) for v in (problem.own, problem.peers, abs(problem.b - problem.a))
+    )
     a, x = float(problem.a[0, 0]), float(problem.x[0, 0])
     s, variance = own + peers, (1 - alpha) ** 2 * own + alpha**2 * peers
     tilde = 2 * (1 + (delta / a) ** 2) * (a * x) ** 2 / steps + s
@@ -77,12 +79,15 @@ def test_the_appendix_variant_of_theorem_3_is_not_broken_by_that_example() -> No
     problem = scalar(a=1, b=1 + delta, own=own)  # α = 1 and σ_a = 0: σ²(α) = 0
     tilde = 2 * (1 + delta**2) / steps
     beta = min(1.0, (10 * delta**2 * tilde / own) ** (1 / 3) * lr ** (2 / 3))
-    exact = problem.run(lr, steps, alpha=1.0, beta=beta, c=first_bias(problem, 1e9)).squared_gradient[0] / 4
+    exact = (
+        problem.run(lr, steps, alpha=1.0, beta=beta, c=first_bias(problem, 1e9)).squared_gradient[0]
+        / 4
+    )
     cube = 12 * (own * tilde) ** (1 / 3) * (delta * lr) ** (2 / 3)
     printed = 0.5 / (lr * steps) + 4 * own / 1e9 / (beta * steps) + cube
     assert exact < printed / 1000
-    # The minimum over β of A/β² + Bβ is of order (AB²)^{1/3}: printed is (AB)^{1/3}, so f → 10f is answered by
-    # 10^{4/3} where a squared gradient is answered by 100.
+    # The minimum over β of A/β² + Bβ is of order (AB²)^{1/3}: printed is (AB)^{1/3}, so f → 10f is
+    # answered by 10^{4/3} where a squared gradient is answered by 100.
     a, b = 10 * delta**2 * lr**2 * tilde, 2 * own
     least = min(a / x**2 + b * x for x in 10 ** np.linspace(-9, 0, 100_000))
     assert least == pytest.approx(3 * (a * b**2 / 4) ** (1 / 3), rel=1e-3)
@@ -107,7 +112,13 @@ def test_the_final_form_of_a5_is_no_squared_gradient() -> None:
     variance = growth * (delta * z) ** 2  # at x = 0
     assert variance == pytest.approx(5 * (2 * delta * growth * z**2))
     problem = theory.Constants(
-        smoothness=a, initial_gap=1, noise=0, hessian_gap=delta, bias_floor=7, peer_noise_growth=growth, diameter=z
+        smoothness=a,
+        initial_gap=1,
+        noise=0,
+        hessian_gap=delta,
+        bias_floor=7,
+        peer_noise_growth=growth,
+        diameter=z,
     )
     assert variance <= problem.peer_variance == 2 * growth * (delta * z) ** 2
 
@@ -132,13 +143,16 @@ def test_printed_pl_step_size_may_not_move_at_all() -> None:
     printed = np.exp(-steps) + a * 700 / (a**2 * steps)
     assert problem.run(lr, steps, alpha=0).loss[0] > 100 * np.log(steps) * printed
     descent = theory.alone(problem.constants(np.ones(1)))
-    assert problem.run(descent.best_loss_lr(steps), steps, alpha=0).loss[0] < np.log(steps) * printed
+    assert (
+        problem.run(descent.best_loss_lr(steps), steps, alpha=0).loss[0] < np.log(steps) * printed
+    )
 
 
 def test_printed_pl_rate_lacks_the_bias_growth() -> None:
     """exp(−μT/L) is faster than the method: without noise and ζ, peers s·f_0 give (α²m)^T exactly."""
     m, alpha, steps = 0.81, 1.0, 30
-    problem = scalar(a=1, b=1 - np.sqrt(m), x=np.sqrt(2))  # F_0 = 1, peers (1 − √m) f_0, the step size is 1/L
+    # F_0 = 1, peers (1 − √m) f_0, the step size is 1/L
+    problem = scalar(a=1, b=1 - np.sqrt(m), x=np.sqrt(2))
     loss = problem.run(1.0, steps, alpha=alpha).loss[0]
     assert loss == pytest.approx((alpha**2 * m) ** steps)
     assert loss > 1e9 * np.exp(-steps)
@@ -161,7 +175,9 @@ def test_printed_relaxed_noise_forgets_the_peers_own_gradient() -> None:
     printed = alpha**2 * shift**2 / 2  # c = 2, η = 1/L, no noise at stationarity: F_T ≤ cα²ζ²/(4μ)
     assert problem.run(1.0, steps, alpha=alpha).loss[0] > 1e10 * printed
     descent = theory.averaging(problem.constants(np.ones(1)), alpha)
-    assert problem.run(descent.max_lr, steps, alpha=alpha).loss[0] <= descent.loss_bound(descent.max_lr, steps)
+    assert problem.run(descent.max_lr, steps, alpha=alpha).loss[0] <= descent.loss_bound(
+        descent.max_lr, steps
+    )
 
 
 def test_printed_decreasing_steps_must_not_start_at_zero() -> None:
@@ -173,7 +189,9 @@ def test_printed_decreasing_steps_must_not_start_at_zero() -> None:
     printed = 4 * 100 * 2e-6 / (2 * steps)
     assert problem.run((2 * t + 1) / (t + 1) ** 2, steps, alpha=0).loss[0] > 1e10 * printed
     descent = theory.alone(problem.constants(np.ones(1)))
-    assert problem.run(descent.decreasing_lr(t), steps, alpha=0).loss[0] <= descent.decreasing_bound(steps)
+    assert problem.run(descent.decreasing_lr(t), steps, alpha=0).loss[
+        0
+    ] <= descent.decreasing_bound(steps)
 
 
 def test_corollary_1_needs_a_good_first_estimate() -> None:

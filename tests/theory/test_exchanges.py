@@ -16,10 +16,16 @@ from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 def drawn(rng: np.random.Generator) -> tuple[NoisyQuadratic, Constants]:
     """A problem in three coordinates with two peers, and constants that hold for it."""
     a, x0 = rng.uniform(0.2, 2, 3), rng.normal(size=3)
-    gaps, pulls = rng.uniform(-0.15, 0.5, (2, 3)) * rng.integers(2) * a, rng.normal(size=(2, 3)) * rng.integers(2)
+    gaps, pulls = (
+        rng.uniform(-0.15, 0.5, (2, 3)) * rng.integers(2) * a,
+        rng.normal(size=(2, 3)) * rng.integers(2),
+    )
     noise, peer_noise = 10 ** rng.uniform(-1, 1, 2)
     own = Quadratic(a, 0, noise)
-    peers = [Quadratic(a + gap, pull / (a + gap), peer_noise) for gap, pull in zip(gaps, pulls, strict=True)]
+    peers = [
+        Quadratic(a + gap, pull / (a + gap), peer_noise)
+        for gap, pull in zip(gaps, pulls, strict=True)
+    ]
     # (gap e − pull)² ≤ 2(gap/a)²(a e)² + 2 pull²
     constants = Constants(
         smoothness=float(a.max()),
@@ -59,7 +65,12 @@ def test_local_work_is_bounded_by_the_mean_noise_and_the_largest_gap() -> None:
     """Peers that differ: κ from max δ_k, the drift from Σ τ_kσ_k², both told by `Peers.constants`."""
     tau, every, lr, steps, alpha = [0.9, 0.1, 0.0], 4, 0.01, 400, 0.7
     peers = theory.Peers(
-        smoothness=1, initial_gap=2, noise=1, peer_noise=[0, 3, 50], bias_floor=[0.1, 0, 9], hessian_gap=[0, 4, 70]
+        smoothness=1,
+        initial_gap=2,
+        noise=1,
+        peer_noise=[0, 3, 50],
+        bias_floor=[0.1, 0, 9],
+        hessian_gap=[0, 4, 70],
     )
     problem = peers.constants(tau)
     kappa = lr * every * (1 + 4)
@@ -74,7 +85,8 @@ def test_local_work_is_bounded_by_the_mean_noise_and_the_largest_gap() -> None:
             least = min(least, cost / left)
     assert theory.local_bound(problem, alpha, lr, steps, every) == pytest.approx(least, rel=1e-12)
     with pytest.raises(KnobError, match="`lr` must keep κ at most 1/2"):
-        theory.local_bound(problem, alpha, lr=0.03, steps=steps, every=every)  # κ by the mean gap is below 1/2
+        # κ by the mean gap is below 1/2
+        theory.local_bound(problem, alpha, lr=0.03, steps=steps, every=every)
 
 
 def test_local_work_of_unequal_peers_is_bounded() -> None:
@@ -83,8 +95,15 @@ def test_local_work_of_unequal_peers_is_bounded() -> None:
         a, x0, tau = rng.uniform(0.2, 2), rng.normal(), rng.dirichlet([0.3, 0.3])
         gaps, pulls = rng.uniform(-0.1, 3, 2) * a, rng.normal(size=2) * rng.integers(2)
         noise, peer_noise = 10 ** rng.uniform(-1, 0.5), 10 ** rng.uniform(-1, 1, 2)
-        users = [Quadratic(a + g, p / (a + g), s) for g, p, s in zip(gaps, pulls, peer_noise, strict=True)]
-        every, alpha, exchanges = int(rng.choice([2, 5, 16])), rng.random(), int(rng.choice([1, 7, 60]))
+        users = [
+            Quadratic(a + g, p / (a + g), s)
+            for g, p, s in zip(gaps, pulls, peer_noise, strict=True)
+        ]
+        every, alpha, exchanges = (
+            int(rng.choice([2, 5, 16])),
+            rng.random(),
+            int(rng.choice([1, 7, 60])),
+        )
         problem = NoisyQuadratic(Quadratic(a, 0, noise), users, x0=x0, local_steps=every)
         constants = theory.Peers(
             smoothness=a,
@@ -98,7 +117,9 @@ def test_local_work_of_unequal_peers_is_bounded() -> None:
         lr = float(rng.choice([1e-2, 0.1, 0.5]) / (every * (a + np.abs(gaps).max())))
         bound = theory.local_bound(constants, alpha, lr, exchanges * every, every)
         rule = WeightedAveraging(alpha, tau=dict(zip("12", tau / tau.sum(), strict=True)))
-        ratios.append(problem.expected(rule, lr, np.arange(exchanges)).squared_gradient.mean() / bound)
+        ratios.append(
+            problem.expected(rule, lr, np.arange(exchanges)).squared_gradient.mean() / bound
+        )
     assert max(ratios) <= 1
     assert max(ratios) > 0.1
 

@@ -9,14 +9,20 @@ from coterie.theory.linear_gaussian import Powers, Transition, chain, square_roo
 
 def test_powers_and_chains_agree_with_composition() -> None:
     rng = np.random.default_rng(0)
-    steps = Transition(rng.normal(size=(7, 2, 2)) / 2, rng.normal(size=(7, 2)), np.eye(2) + np.zeros((7, 2, 2)))
+    steps = Transition(
+        rng.normal(size=(7, 2, 2)) / 2, rng.normal(size=(7, 2)), np.eye(2) + np.zeros((7, 2, 2))
+    )
     one_by_one = Transition(np.eye(2), np.zeros(2), np.zeros((2, 2)))
     for i in range(7):
         one_by_one = one_by_one.then(Transition(steps.matrix[i], steps.offset[i], steps.noise[i]))
     for name in ("matrix", "offset", "noise"):
-        np.testing.assert_allclose(getattr(chain(steps), name), getattr(one_by_one, name), rtol=1e-12)
+        np.testing.assert_allclose(
+            getattr(chain(steps), name), getattr(one_by_one, name), rtol=1e-12
+        )
     first = Transition(steps.matrix[0], steps.offset[0], steps.noise[0])
-    np.testing.assert_allclose(Powers(first)(5).matrix, np.linalg.matrix_power(first.matrix, 5), rtol=1e-12)
+    np.testing.assert_allclose(
+        Powers(first)(5).matrix, np.linalg.matrix_power(first.matrix, 5), rtol=1e-12
+    )
 
 
 def test_two_steps_and_a_million_as_one() -> None:
@@ -34,4 +40,6 @@ def test_square_roots_of_singular_covariances() -> None:
     covariance = factor @ np.swapaxes(factor, 1, 2)
     root = square_root(covariance)
     np.testing.assert_allclose(root @ np.swapaxes(root, 1, 2), covariance, atol=1e-7)
-    np.testing.assert_allclose(square_root(np.array([[4.0, 2.0], [2.0, 1.0]])), [[2, 0], [1, 0]], rtol=1e-15)
+    np.testing.assert_allclose(
+        square_root(np.array([[4.0, 2.0], [2.0, 1.0]])), [[2, 0], [1, 0]], rtol=1e-15
+    )

@@ -54,21 +54,30 @@ def test_best_averaging_is_the_joint_minimum_over_alpha_and_tau(seed: int, steps
     )
     best = theory.best_averaging(peers, steps)
     assert best.tau.sum() == pytest.approx(1.0)
-    assert best.cost == pytest.approx(float(theory.averaging_cost(peers.constants(best.tau), best.alpha, steps)))
+    assert best.cost == pytest.approx(
+        float(theory.averaging_cost(peers.constants(best.tau), best.alpha, steps))
+    )
 
     def cost(v: Any) -> float:
         tau = np.exp(v[1:] - v[1:].max())
         alpha = 1 / (1 + np.exp(-v[0]))
-        return min(float(theory.averaging_cost(peers.constants(tau / tau.sum()), alpha, steps)), 1e6)
+        return min(
+            float(theory.averaging_cost(peers.constants(tau / tau.sum()), alpha, steps)), 1e6
+        )
 
     starts = [np.append(-1.0, 3 * np.eye(3)[k]) for k in range(3)]
-    tried = [minimize(cost, start, method="Nelder-Mead", options={"maxiter": 4000}).fun for start in starts]
+    tried = [
+        minimize(cost, start, method="Nelder-Mead", options={"maxiter": 4000}).fun
+        for start in starts
+    ]
     assert best.cost <= min(tried) * (1 + 1e-6)
 
 
 def test_best_averaging_without_growth_is_water_filling() -> None:
     floors, noises = np.array([0.0, 0.05, 0.4]), np.array([1.0, 2.0, 0.5])
-    peers = theory.Peers(smoothness=2, pl=0.5, initial_gap=1, noise=1, peer_noise=noises, bias_floor=floors)
+    peers = theory.Peers(
+        smoothness=2, pl=0.5, initial_gap=1, noise=1, peer_noise=noises, bias_floor=floors
+    )
     best = theory.best_averaging(peers, 300)
     problem = peers.constants(best.tau)
     wanted = theory.best_tau(problem, best.alpha, 300, peer_noise=noises, bias_floor=floors)
@@ -81,7 +90,11 @@ def test_best_averaging_without_growth_is_water_filling() -> None:
 
 def test_corrected_peers_are_those_of_smallest_gap_and_knobs_the_bounds_own() -> None:
     peers = theory.Peers(
-        smoothness=1, initial_gap=1, noise=5, peer_noise=[5, 4, 6, 5], hessian_gap=[3e-4, 20.0, 1e-4, 90.0]
+        smoothness=1,
+        initial_gap=1,
+        noise=5,
+        peer_noise=[5, 4, 6, 5],
+        hessian_gap=[3e-4, 20.0, 1e-4, 90.0],
     )
     tau, knobs = theory.best_corrected_peers(peers, 5000)
     assert tau.tolist() == [0.5, 0.0, 0.5, 0.0]
@@ -89,12 +102,16 @@ def test_corrected_peers_are_those_of_smallest_gap_and_knobs_the_bounds_own() ->
     assert knobs == pytest.approx(alone)
     fixed = theory.best_corrected_peers(peers, 5000, alpha=0.3, lr=0.01, tau=[0, 1, 0, 0]).knobs
     assert (fixed.alpha, fixed.lr) == (0.3, 0.01)
-    assert fixed.beta == pytest.approx(float(theory.best_beta(peers.constants([0, 1, 0, 0]), 0.3, 0.01, 5000)))
+    assert fixed.beta == pytest.approx(
+        float(theory.best_beta(peers.constants([0, 1, 0, 0]), 0.3, 0.01, 5000))
+    )
     with pytest.raises(KnobError, match="at least one peer"):
         theory.Peers(smoothness=1, initial_gap=1, noise=1, peer_noise=[])
 
 
 def test_the_best_average_needs_a_pl_constant() -> None:
     peers = theory.Peers(smoothness=1, initial_gap=1, noise=1, peer_noise=[1, 1])
-    with pytest.raises(KnobError, match="`pl` must be positive for a cost in terms of the loss, got 0"):
+    with pytest.raises(
+        KnobError, match="`pl` must be positive for a cost in terms of the loss, got 0"
+    ):
         theory.best_averaging(peers, 100)

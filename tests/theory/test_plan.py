@@ -63,12 +63,16 @@ def test_json_has_every_method_and_the_closed_forms() -> None:
 
 def test_a_speedup_is_of_the_bound_shown_beside_it() -> None:
     """In as many times more steps, at its best, Alone's bound is the same."""
-    own = theory.alone(theory.Constants(**{name: value for name, value in PROBLEM.items() if name != "steps"}))
+    own = theory.alone(
+        theory.Constants(**{name: value for name, value in PROBLEM.items() if name != "steps"})
+    )
     for changes in ({}, {"bias_floor": 0.0}):
         plan = as_json(**changes)
         for name in ("wga", "bc_oracle"):
             steps = plan[name]["speedup"] * PROBLEM["steps"]
-            assert own.loss_bound(own.best_loss_lr(steps), steps) == pytest.approx(plan[name]["bound"], rel=1e-9)
+            assert own.loss_bound(own.best_loss_lr(steps), steps) == pytest.approx(
+                plan[name]["bound"], rel=1e-9
+            )
 
 
 def test_json_bounds_are_the_theorys_at_the_knobs_shown() -> None:
@@ -85,7 +89,9 @@ def test_json_bounds_are_the_theorys_at_the_knobs_shown() -> None:
         initial_gap=5,
     )
     wga, bc = plan["wga"], plan["bc"]
-    assert wga["bound"] == pytest.approx(theory.averaging(problem, wga["alpha"]).loss_bound(wga["lr"], 1000))
+    assert wga["bound"] == pytest.approx(
+        theory.averaging(problem, wga["alpha"]).loss_bound(wga["lr"], 1000)
+    )
     bound = theory.correction_bound(problem, bc["alpha"], bc["beta"], bc["lr"], 1000)
     assert bc["bound"] == pytest.approx(bound / 2)
     assert bc["speedup"] == pytest.approx(theory.steps_alone(problem, bound) / 1000)
@@ -145,11 +151,19 @@ def test_a_step_size_of_0_is_explained() -> None:
     ):
         choices = theory.plan(problem, steps)
         assert (choices["alone"].lr == 0) == bool(said)
-        assert [sentence.partition(":")[0] for sentence in verdict(problem, choices, steps)[2:]] == said
+        assert [
+            sentence.partition(":")[0] for sentence in verdict(problem, choices, steps)[2:]
+        ] == said
 
 
 def test_a_bound_above_the_loss_of_the_start_says_nothing_about_who_gains() -> None:
-    constants = {"hessian_gap": 1.0, "smoothness": 5.0, "pl": 1.0, "initial_gap": 2.0, "n_peers": 10}
+    constants = {
+        "hessian_gap": 1.0,
+        "smoothness": 5.0,
+        "pl": 1.0,
+        "initial_gap": 2.0,
+        "n_peers": 10,
+    }
     vacuous = theory.Constants(noise=30.0, bias_floor=4.0, **constants)
     choices = theory.plan(vacuous, 10)
     assert min(choices["alone"].bound, choices["wga"].bound) >= 2.0  # what the start has
@@ -170,7 +184,9 @@ def test_out_writes_the_picture_and_a_page(tmp_path: Path) -> None:
     assert "Collaboration pays" in page
 
 
-@pytest.mark.parametrize("changes", [{"bias_floor": 0}, {"noise": 0}, {"bias_floor": 0, "noise": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"bias_floor": 0}, {"noise": 0}, {"bias_floor": 0, "noise": 0}]
+)
 def test_out_copes_with_points_off_the_picture(tmp_path: Path, changes: dict[str, float]) -> None:
     assert run("--out", str(tmp_path), **changes).exit_code == 0
     assert (tmp_path / "index.html").exists()
@@ -181,14 +197,19 @@ def test_out_copes_with_points_off_the_picture(tmp_path: Path, changes: dict[str
     [
         ({"pl": 3}, "`--pl` must not exceed `--smoothness`, got pl = 3 and smoothness = 2"),
         ({"noise": -1}, "`--noise` must not be negative, got -1"),
-        ({"alpha": 0.8, "bias_growth": 4}, "`--alpha` must be below 1/√m, m being `--bias-growth`, got 0.8"),
+        (
+            {"alpha": 0.8, "bias_growth": 4},
+            "`--alpha` must be below 1/√m, m being `--bias-growth`, got 0.8",
+        ),
         ({"n_peers": 0}, "`--n-peers` must be at least 1, got 0"),
         ({"steps": 0}, "`--steps` must be at least 1, got 0"),
         ({"pl": 0}, "`--pl` must be positive"),
         ({"noise": np.nan}, "`--noise` must be finite, got nan"),
     ],
 )
-def test_inconsistent_constants_are_one_message_and_exit_code_2(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_constants_are_one_message_and_exit_code_2(
+    changes: dict[str, Any], message: str
+) -> None:
     result = run(**changes)
     assert result.exit_code == 2
     assert result.stderr.startswith("coterie: ")
@@ -198,7 +219,9 @@ def test_inconsistent_constants_are_one_message_and_exit_code_2(changes: dict[st
 
 def test_an_exchange_cost_asks_how_often_to_exchange() -> None:
     asked = "plan --n-peers 9 --noise 1 --bias-floor 0 --hessian-gap 0 --smoothness 1 --pl 1 --initial-gap 2"
-    run = CliRunner().invoke(app, [*asked.split(), "--steps", "1000", "--exchange-cost", "20", "--json"])
+    run = CliRunner().invoke(
+        app, [*asked.split(), "--steps", "1000", "--exchange-cost", "20", "--json"]
+    )
     found = json.loads(run.stdout)["exchanges"]
     assert set(found) == {"alone", "at every step", "stale peers", "local work"}
     assert found["at every step"]["every"] == 1 < found["local work"]["every"]
@@ -213,7 +236,13 @@ def test_an_exchange_cost_asks_how_often_to_exchange() -> None:
 def test_no_more_is_claimed_of_measured_constants_than_their_errors_allow(tmp_path: Path) -> None:
     """A bias of 3 ± 2 is not clear of its error: the table takes it for none, but averaging is not said to pay."""
     peer = {"noise": (1.0, 0.1), "bias_growth": (0.0, 0.0), "hessian_gap": (0.0, 0.1)}
-    own = {"loss": 2.0, "gradient": (2.0, 0.5), "noise": (1.5, 0.5), "smoothness": (1.0, 0.1), "pl": 1.0}
+    own = {
+        "loss": 2.0,
+        "gradient": (2.0, 0.5),
+        "noise": (1.5, 0.5),
+        "smoothness": (1.0, 0.1),
+        "pl": 1.0,
+    }
 
     def said(bias: tuple[float, float], *more: str) -> str:
         configuration = {"rule": "WeightedAveraging(alpha=0.5)", "peers": {"a": 40}, "steps": 100}
@@ -226,7 +255,9 @@ def test_no_more_is_claimed_of_measured_constants_than_their_errors_allow(tmp_pa
     unclear = said((3.0, 2.0))
     assert "It is not known whether averaging pays: the speedup of 3." in unclear
     assert "Collaboration pays" not in unclear
-    assert "unless a bias is more than two standard errors above what was measured" in said((0.0, 0.05))
+    assert "unless a bias is more than two standard errors above what was measured" in said(
+        (0.0, 0.05)
+    )
     wga = json.loads(said((3.0, 2.0), "--json"))["wga"]
     assert wga["sure_speedup"] < 1 < wga["speedup"]
     given = said((3.0, 2.0), "--bias-floor", "0")
@@ -234,4 +265,6 @@ def test_no_more_is_claimed_of_measured_constants_than_their_errors_allow(tmp_pa
     assert "unless" not in given
     page = said((3.0, 2.0), "--out", str(tmp_path / "page"))
     assert "index.html" in page
-    assert "It is not known whether averaging pays" in (tmp_path / "page" / "index.html").read_text("utf-8")
+    assert "It is not known whether averaging pays" in (tmp_path / "page" / "index.html").read_text(
+        "utf-8"
+    )

@@ -86,8 +86,14 @@ def test_auto_measures_private_peers_by_gradients_that_count_and_knows_their_noi
     """Peers like user 0: what they add is noise, no bias, though each gradient is of all their rows."""
     spread = torch.zeros(ROWS, D)
     spread[::2] += 1.0  # user 0 has noise to save
-    users = [User("me", spread, torch.zeros(ROWS, 1)), *(centred(name, 0.0) for name in ("quiet", "noisy"))]
-    privacy = {name: Privacy(1e3, 1e-3, 2.0 * D**0.5, noise) for name, noise in (("quiet", 1.0), ("noisy", 2.0))}
+    users = [
+        User("me", spread, torch.zeros(ROWS, 1)),
+        *(centred(name, 0.0) for name in ("quiet", "noisy")),
+    ]
+    privacy = {
+        name: Privacy(1e3, 1e-3, 2.0 * D**0.5, noise)
+        for name, noise in (("quiet", 1.0), ("noisy", 2.0))
+    }
     made: list[PrivatePeers] = []
 
     def engine(*given: Any, **options: Any) -> PrivatePeers:
@@ -109,11 +115,15 @@ def test_auto_measures_private_peers_by_gradients_that_count_and_knows_their_noi
     tau = run.record.configuration.choice["tau"]
     assert 0 < tau.get("noisy", 0.1) < tau["quiet"]
     for private in made[0].peers.values():
-        assert private.ledger.given == 40 + 2 * 8, "the gradients that constants were measured by count too"
+        assert private.ledger.given == 40 + 2 * 8, (
+            "the gradients that constants were measured by count too"
+        )
 
 
 def test_the_noise_is_the_least_with_which_epsilon_lasts() -> None:
-    promise = theory.Promise(Privacy(2.0, 1e-5, 3.0), examples=100, parameters=400, gradients=50, batch_size=25)
+    promise = theory.Promise(
+        Privacy(2.0, 1e-5, 3.0), examples=100, parameters=400, gradients=50, batch_size=25
+    )
     noise = Privacy(2.0, 1e-5, 3.0).noise_at(0.25, 50)
     assert promise.noise() == pytest.approx(noise * 3.0 * 20 / 25)
     more = replace(promise, gradients=500)
@@ -122,10 +132,14 @@ def test_the_noise_is_the_least_with_which_epsilon_lasts() -> None:
 
 
 def test_private_peers_are_worth_fewer_plain_ones() -> None:
-    cost = theory.promise_cost(PROBLEM, 1000, theory.Promise(Privacy(4.0, 1e-5, 1.0, 3.0), 100, 10_000, 1000))
+    cost = theory.promise_cost(
+        PROBLEM, 1000, theory.Promise(Privacy(4.0, 1e-5, 1.0, 3.0), 100, 10_000, 1000)
+    )
     assert [cost.noise, cost.worth] == pytest.approx([3.0, 4 / 13])
     fewer = replace(PROBLEM, n_peers=10 * cost.worth)
-    assert float(theory.plan(fewer, 1000)["wga"].speedup) == pytest.approx(float(cost.private.speedup))
+    assert float(theory.plan(fewer, 1000)["wga"].speedup) == pytest.approx(
+        float(cost.private.speedup)
+    )
     assert cost.plain.speedup > cost.private.speedup > 1
     assert float(theory.plan(PROBLEM, 1000)["wga"].bound) == cost.plain.bound < cost.private.bound
 
@@ -154,21 +168,45 @@ class TestCommand:
     """`coterie plan --epsilon`."""
 
     def run(self, *more: str, **changes: Any) -> Result:
-        given = {"n_peers": 10, "noise": 2, "bias_floor": 0.1, "hessian_gap": 0.1, "smoothness": 2, "pl": 1}
-        given |= {"initial_gap": 5, "steps": 200, "examples": 100, "parameters": 400, "epsilon": 4} | changes
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        given = {
+            "n_peers": 10,
+            "noise": 2,
+            "bias_floor": 0.1,
+            "hessian_gap": 0.1,
+            "smoothness": 2,
+            "pl": 1,
+        }
+        given |= {
+            "initial_gap": 5,
+            "steps": 200,
+            "examples": 100,
+            "parameters": 400,
+            "epsilon": 4,
+        } | changes
+        options = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
+        ]
         return CliRunner().invoke(app, ["plan", *options, *more])
 
     def test_json_is_the_theorys(self) -> None:
         found = json.loads(self.run("--json").stdout)["promise"]
         promise = theory.Promise(Privacy(4.0, 1e-5, 1.0), 100, 400, 200)
         cost = theory.promise_cost(replace(PROBLEM, hessian_gap=0.1), 200, promise)
-        assert (found["noise"], found["worth"], found["pays_from"]) == (cost.noise, cost.worth, cost.pays_from)
+        assert (found["noise"], found["worth"], found["pays_from"]) == (
+            cost.noise,
+            cost.worth,
+            cost.pays_from,
+        )
         assert found["private"]["speedup"] == pytest.approx(float(cost.private.speedup))
 
     def test_it_says_what_the_promise_costs_and_from_when_it_pays(self) -> None:
         words = " ".join(self.run().output.split())
-        assert "With peers that promise ε = 4 at δ = 1e-05 for every example, clipped to norm 1" in words
+        assert (
+            "With peers that promise ε = 4 at δ = 1e-05 for every example, clipped to norm 1"
+            in words
+        )
         assert "of a plain peer" in words
         assert "It pays from" in words
         assert "It does not pay yet" in " ".join(self.run(clip=300).output.split())
@@ -176,7 +214,11 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("changes", "said"),
-        [({"examples": None}, "--examples"), ({"epsilon": 0}, "`--epsilon`"), ({"delta": 0.5}, "`--delta`")],
+        [
+            ({"examples": None}, "--examples"),
+            ({"epsilon": 0}, "`--epsilon`"),
+            ({"delta": 0.5}, "`--delta`"),
+        ],
     )
     def test_what_cannot_be_is_refused(self, changes: dict[str, Any], said: str) -> None:
         result = self.run(**changes)

@@ -8,9 +8,26 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.support.quadratics import CASES, DRIFTING, IDS, PAIR, Lr, moment_loop, notebook, paper, within
+from tests.support.quadratics import (
+    CASES,
+    DRIFTING,
+    IDS,
+    PAIR,
+    Lr,
+    moment_loop,
+    notebook,
+    paper,
+    within,
+)
 
-from coterie import AdaptiveAveraging, Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
+from coterie import (
+    AdaptiveAveraging,
+    Alone,
+    BiasCorrection,
+    OracleCorrection,
+    Rule,
+    WeightedAveraging,
+)
 from coterie.errors import KnobError
 from coterie.methods import FedAvg
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
@@ -21,7 +38,9 @@ def test_alone_settles_at_its_closed_form(lr: float) -> None:
     assert paper().stationary(Alone(), lr) == pytest.approx(lr * 100 / (2 * (2 - lr)), rel=1e-10)
 
 
-@pytest.mark.parametrize(("n_peers", "level"), [(1, 5.15e-3), (10, 1.72e-3), (20, 1.44e-3), (50, 1.26e-3)])
+@pytest.mark.parametrize(
+    ("n_peers", "level"), [(1, 5.15e-3), (10, 1.72e-3), (20, 1.44e-3), (50, 1.26e-3)]
+)
 def test_bias_correction_settles_at_the_known_levels(n_peers: int, level: float) -> None:
     exact = paper(n_peers).stationary(notebook(n_peers / (n_peers + 1)), lr=5e-4)
     assert float(f"{exact:.2e}") == level
@@ -29,7 +48,8 @@ def test_bias_correction_settles_at_the_known_levels(n_peers: int, level: float)
 
 @pytest.mark.parametrize("shift", [4, 10, 1e2, 1e3, 1e4, 1e5])
 def test_bias_correction_settles_at_one_level_whatever_the_bias(shift: float) -> None:
-    # For η = β → 0 and N = 10 the continuous-time Lyapunov equation has the solution E e² = 18.75 η.
+    # For η = β → 0 and N = 10 the continuous-time Lyapunov equation has the solution E e² = 18.75
+    # η.
     problem, rule = paper(shift=shift), notebook(10 / 11 * (1 - 5e-5))
     assert problem.stationary(rule, lr=1e-4) == pytest.approx(18.75e-4 / 2, rel=1e-4)
     assert problem.expected(rule, 1e-4, [700_000]).loss[0] == pytest.approx(18.75e-4 / 2, rel=1e-4)
@@ -38,7 +58,9 @@ def test_bias_correction_settles_at_one_level_whatever_the_bias(shift: float) ->
 def test_weighted_averaging_settles_where_the_mixed_gradient_vanishes() -> None:
     alpha, shift = 1e-3, 1e5
     where = 2 * alpha * shift / (1 + alpha)  # (1 − α) e + 2 α (e − shift) = 0
-    assert paper(shift=shift).stationary(WeightedAveraging(alpha), 5e-4) == pytest.approx(where**2 / 2, rel=1e-5)
+    assert paper(shift=shift).stationary(WeightedAveraging(alpha), 5e-4) == pytest.approx(
+        where**2 / 2, rel=1e-5
+    )
 
 
 def test_an_oracle_settles_at_the_level_of_its_variance() -> None:
@@ -75,7 +97,9 @@ def test_a_warm_up_spares_most_of_what_the_start_costs() -> None:
 
 @pytest.mark.parametrize(("name", "rule", "lr"), CASES, ids=IDS)
 @pytest.mark.parametrize("average_from", [None, 0, 17])
-def test_expected_agrees_with_a_plain_scalar_loop(name: str, rule: Rule, lr: Lr, average_from: int | None) -> None:
+def test_expected_agrees_with_a_plain_scalar_loop(
+    name: str, rule: Rule, lr: Lr, average_from: int | None
+) -> None:
     steps = [0, 1, 2, 3, 17, 18, 40, 61, 200]
     for problem in (PAIR, DRIFTING):
         squares = moment_loop(problem, rule, lr, 200, average_from)[steps]
@@ -119,9 +143,13 @@ def test_unequal_peers_act_as_their_weighted_average() -> None:
     tau = {"1": 0.2, "2": 0.8}
     peers = [Quadratic(0.5, 3.0, 1.0), Quadratic(2.0, -1.0, 4.0)]
     curvature = 0.2 * 0.5 + 0.8 * 2.0
-    average = Quadratic(curvature, (0.2 * 0.5 * 3.0 - 0.8 * 2.0) / curvature, math.hypot(0.2 * 1.0, 0.8 * 4.0))
+    average = Quadratic(
+        curvature, (0.2 * 0.5 * 3.0 - 0.8 * 2.0) / curvature, math.hypot(0.2 * 1.0, 0.8 * 4.0)
+    )
     own = Quadratic(1.0, 0.5, 2.0)
-    each = NoisyQuadratic(own, peers).expected(BiasCorrection(0.6, 0.1, tau=tau), 0.05, [3, 30]).loss
+    each = (
+        NoisyQuadratic(own, peers).expected(BiasCorrection(0.6, 0.1, tau=tau), 0.05, [3, 30]).loss
+    )
     together = NoisyQuadratic(own, [average]).expected(BiasCorrection(0.6, 0.1), 0.05, [3, 30]).loss
     np.testing.assert_allclose(each, together, rtol=1e-12)
 
@@ -129,7 +157,9 @@ def test_unequal_peers_act_as_their_weighted_average() -> None:
 def test_mean_estimation_is_the_weighted_mean() -> None:
     # f_k = ½ (x − μ_k)², η_t = 1/(t + 1): x_T = (1 − α) mean of own samples + α mean of the peers'.
     alpha, n_peers, sigma, gap = 0.3, 5, 2.0, 0.7
-    problem = NoisyQuadratic(Quadratic(1, 1.0, sigma), [Quadratic(1, 1.0 + gap, sigma)] * n_peers, x0=9.0)
+    problem = NoisyQuadratic(
+        Quadratic(1, 1.0, sigma), [Quadratic(1, 1.0 + gap, sigma)] * n_peers, x0=9.0
+    )
     steps = np.array([1, 10, 1000])
     exact = problem.expected(WeightedAveraging(alpha), lambda t: 1 / (t + 1), steps).loss
     variance = ((1 - alpha) ** 2 + alpha**2 / n_peers) * sigma**2 / steps
@@ -170,7 +200,10 @@ def test_paths_depend_on_the_seed_alone() -> None:
         (lambda: paper().expected(Alone(), 0.1, [5, 3]), "in increasing order"),
         (lambda: paper().expected(WeightedAveraging(lambda t: t), 0.1, [5]), "got 2 at step 2"),
         (lambda: paper().stationary(WeightedAveraging(lambda t: 0.5), 0.1), "never settles"),
-        (lambda: NoisyQuadratic(Quadratic()).expected(WeightedAveraging(0.5), 0.1, [1]), "no peers"),
+        (
+            lambda: NoisyQuadratic(Quadratic()).expected(WeightedAveraging(0.5), 0.1, [1]),
+            "no peers",
+        ),
         (lambda: paper().expected(OracleCorrection(0.5, lambda x: x), 0.1, [1]), "problem.oracle"),
         (lambda: DRIFTING.oracle(0.5).bias(torch.zeros(1)), "cannot follow a `drift`"),
     ],
@@ -182,5 +215,7 @@ def test_errors_name_the_value_and_the_remedy(make: Callable[[], object], messag
 
 def test_what_is_no_rule_of_the_family_is_refused_with_those_that_are() -> None:
     for other in (AdaptiveAveraging(), FedAvg(), object()):
-        with pytest.raises(KnobError, match=r"nothing exact is known of .*; use Alone, WeightedAveraging"):
+        with pytest.raises(
+            KnobError, match=r"nothing exact is known of .*; use Alone, WeightedAveraging"
+        ):
             paper().expected(other, 1e-4, [1])  # type: ignore[arg-type]

@@ -14,7 +14,9 @@ from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 TRIALS = 1_000
 
 
-def simulate(problem: NoisyQuadratic, rule: Rule, lr: Lr, steps: list[int], *, rows: bool = False) -> FloatArray:
+def simulate(
+    problem: NoisyQuadratic, rule: Rule, lr: Lr, steps: list[int], *, rows: bool = False
+) -> FloatArray:
     """The squared distances to the optimum at the recorded steps, of shape (steps, d)."""
     engine = problem.engine(seed=5)
     start = np.random.default_rng(6).standard_normal(problem.dim)
@@ -30,7 +32,9 @@ def simulate(problem: NoisyQuadratic, rule: Rule, lr: Lr, steps: list[int], *, r
 
 def copies(problem: NoisyQuadratic) -> NoisyQuadratic:
     """The same problem in TRIALS coordinates."""
-    return NoisyQuadratic(problem.own, problem.peers, np.full(TRIALS, problem.x0), problem.x0_spread, problem.drift)
+    return NoisyQuadratic(
+        problem.own, problem.peers, np.full(TRIALS, problem.x0), problem.x0_spread, problem.drift
+    )
 
 
 @pytest.mark.parametrize(("name", "rule", "lr"), CASES, ids=IDS)
@@ -63,7 +67,9 @@ def test_unequal_peers_agree_with_the_ordinary_rules(rows: bool) -> None:
 def test_unequal_coordinates_agree_with_the_ordinary_rules() -> None:
     def problem(times: int) -> NoisyQuadratic:
         return NoisyQuadratic(
-            Quadratic(np.tile([1.0, 0.3], times), np.tile([0.0, 2.0], times), np.tile([1.0, 3.0], times)),
+            Quadratic(
+                np.tile([1.0, 0.3], times), np.tile([0.0, 2.0], times), np.tile([1.0, 3.0], times)
+            ),
             [Quadratic(np.tile([0.5, 0.9], times), np.tile([4.0, -2.0], times), 0.5)] * 2,
         )
 
@@ -77,7 +83,9 @@ def test_the_ordinary_training_loop_agrees_with_the_exact_loss() -> None:
     model = torch.nn.Linear(1, TRIALS, bias=False, dtype=torch.float64)
     start = -1 + 0.5 * np.random.default_rng(6).standard_normal(TRIALS)
     model.load_state_dict({"weight": torch.tensor(start)[:, None]})
-    me = User("0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, TRIALS, dtype=torch.float64))
+    me = User(
+        "0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, TRIALS, dtype=torch.float64)
+    )
     run = train(
         model,
         torch.nn.functional.mse_loss,
@@ -90,7 +98,9 @@ def test_the_ordinary_training_loop_agrees_with_the_exact_loss() -> None:
         engine=problem.engine(seed=5),
     )
     trained = next(run.model.parameters()).detach().numpy()[:, 0]
-    np.testing.assert_allclose((trained - 0.3) ** 2, simulate(problem, rule, 0.05, [60])[0], rtol=1e-9)
+    np.testing.assert_allclose(
+        (trained - 0.3) ** 2, simulate(problem, rule, 0.05, [60])[0], rtol=1e-9
+    )
     assert within(0.75 * (trained - 0.3) ** 2, PAIR.expected(rule, 0.05, [60]).loss[0])
 
 
@@ -107,7 +117,8 @@ def test_noise_depends_on_seed_user_and_step_alone() -> None:
     assert torch.equal(first.own, again.own)
     assert torch.equal(first.peers, again.peers)
     assert not torch.equal(first.own, other.own)
-    assert not torch.equal(first.own + 1, first.peers / 2 + 5)  # g_0 = x − 1 + n_0, g_1 = 2(x − 5) + n_1
+    # g_0 = x − 1 + n_0, g_1 = 2(x − 5) + n_1
+    assert not torch.equal(first.own + 1, first.peers / 2 + 5)
 
 
 def test_a_drifting_engine_can_go_back() -> None:

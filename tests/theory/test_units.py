@@ -36,7 +36,9 @@ NUMBER, LOSS, SQUARED_GRADIENT, STEP, CURVATURE = (0, 0), (1, 0), (2, -2), (-1, 
 
 def rescaled(problem: Constants, s: float, r: float) -> Constants:
     given = {name: units for name, units in UNITS.items() if getattr(problem, name) is not None}
-    return replace(problem, **{name: getattr(problem, name) * s**f * r**x for name, (f, x) in given.items()})
+    return replace(
+        problem, **{name: getattr(problem, name) * s**f * r**x for name, (f, x) in given.items()}
+    )
 
 
 Quantity = Callable[[Constants, float, int], Any]
@@ -51,13 +53,19 @@ QUANTITIES: dict[str, tuple[Quantity, tuple[int, int]]] = {
         lambda p, a, t: theory.oracle(p, a, p.noise).gradient_bound(some_lr(p, a), t),
         SQUARED_GRADIENT,
     ),
-    "oracle, loss": (lambda p, a, t: theory.oracle(p, a, p.noise).loss_bound(some_lr(p, a), t), LOSS),
+    "oracle, loss": (
+        lambda p, a, t: theory.oracle(p, a, p.noise).loss_bound(some_lr(p, a), t),
+        LOSS,
+    ),
     "oracle, decreasing": (lambda p, a, t: theory.oracle(p, a, p.noise).decreasing_bound(t), LOSS),
     "largest step": (lambda p, a, t: theory.averaging(p, a).max_lr, STEP),
     "best step, gradient": (lambda p, a, t: theory.averaging(p, a).best_gradient_lr(t), STEP),
     "best step, loss": (lambda p, a, t: theory.averaging(p, a).best_loss_lr(t), STEP),
     "decreasing steps": (lambda p, a, t: theory.averaging(p, a).decreasing_lr(t), STEP),
-    "final A5": (lambda p, a, t: replace(p, diameter=p.initial_gap / p.noise).variance(a), SQUARED_GRADIENT),
+    "final A5": (
+        lambda p, a, t: replace(p, diameter=p.initial_gap / p.noise).variance(a),
+        SQUARED_GRADIENT,
+    ),
     "averaging cost": (theory.averaging_cost, LOSS),
     "best alpha": (lambda p, a, t: theory.best_alpha(p, t), NUMBER),
     "least noise alpha": (lambda p, a, t: theory.least_noise_alpha(p, p.noise), NUMBER),
@@ -75,13 +83,23 @@ QUANTITIES: dict[str, tuple[Quantity, tuple[int, int]]] = {
     ),
 }
 BOUNDED_NOISE: dict[str, tuple[Quantity, tuple[int, int]]] = {
-    "correction": (lambda p, a, t: theory.correction_bound(p, a, 0.5, some_lr(p, a), t), SQUARED_GRADIENT),
+    "correction": (
+        lambda p, a, t: theory.correction_bound(p, a, 0.5, some_lr(p, a), t),
+        SQUARED_GRADIENT,
+    ),
     "correction, largest step": (lambda p, a, t: theory.correction_max_lr(p, a, 0.1), STEP),
-    "correction, best bound": (lambda p, a, t: theory.best_correction(p, t).bound, SQUARED_GRADIENT),
+    "correction, best bound": (
+        lambda p, a, t: theory.best_correction(p, t).bound,
+        SQUARED_GRADIENT,
+    ),
     "Hessian gap": (lambda p, a, t: theory.hessian_gap_limit(p, a, some_lr(p, a)), CURVATURE),
     "local work": (
         lambda p, a, t: theory.local_bound(
-            replace(p, drift_noise=p.noise, largest_hessian_gap=2 * p.hessian_gap), a, some_lr(p, a) / 40, t, 3
+            replace(p, drift_noise=p.noise, largest_hessian_gap=2 * p.hessian_gap),
+            a,
+            some_lr(p, a) / 40,
+            t,
+            3,
         ),
         SQUARED_GRADIENT,
     ),
@@ -100,7 +118,9 @@ def assert_invariant(
 
 @pytest.mark.parametrize("name", QUANTITIES)
 @given(problem=problems(growing=True), alpha=weight, steps=horizon)
-def test_everything_is_invariant_to_units(name: str, problem: Constants, alpha: float, steps: int) -> None:
+def test_everything_is_invariant_to_units(
+    name: str, problem: Constants, alpha: float, steps: int
+) -> None:
     assert_invariant(*QUANTITIES[name], problem, alpha, steps)
 
 
@@ -142,4 +162,7 @@ def test_everything_broadcasts() -> None:
                 value = getattr(together[name], field.name)
                 expected = getattr(choice, field.name)
                 if expected is not None:
-                    assert np.broadcast_to(value, (2, 3))[i, j] == pytest.approx(expected), (name, field.name)
+                    assert np.broadcast_to(value, (2, 3))[i, j] == pytest.approx(expected), (
+                        name,
+                        field.name,
+                    )

@@ -41,7 +41,10 @@ def users(n_validation: int = 0, examples: int = 40) -> list[coterie.User]:
 
     validation = some(n_validation) if n_validation else None
     sizes = {"me": examples, "a": 47, "b": 9, "c": 13}
-    return [coterie.User(k, *some(n), validation=validation if k == "me" else None) for k, n in sizes.items()]
+    return [
+        coterie.User(k, *some(n), validation=validation if k == "me" else None)
+        for k, n in sizes.items()
+    ]
 
 
 def network() -> nn.Module:
@@ -50,11 +53,24 @@ def network() -> nn.Module:
 
 
 def train(
-    rule: Rule | coterie.AdaptiveAveraging, everyone: list[coterie.User], *, capture: bool, **options: Any
+    rule: Rule | coterie.AdaptiveAveraging,
+    everyone: list[coterie.User],
+    *,
+    capture: bool,
+    **options: Any,
 ) -> Run:
-    options = dict[str, Any](optimizer=SGD, lr=0.05, steps=STEPS, guard="off", measure=False) | options
+    options = (
+        dict[str, Any](optimizer=SGD, lr=0.05, steps=STEPS, guard="off", measure=False) | options
+    )
     return coterie.train(
-        network(), cross_entropy, everyone[0], everyone[1:], rule, batch_size=16, capture=capture, **options
+        network(),
+        cross_entropy,
+        everyone[0],
+        everyone[1:],
+        rule,
+        batch_size=16,
+        capture=capture,
+        **options,
     )
 
 
@@ -93,7 +109,8 @@ RULES: dict[str, AnyRule] = {
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_every_rule_steps_as_one_by_one(rule: AnyRule, device: str) -> None:
     one_by_one, captured = (
-        train(rule, users(), capture=flag, device=device, evaluate_every=50) for flag in (False, True)
+        train(rule, users(), capture=flag, device=device, evaluate_every=50)
+        for flag in (False, True)
     )
     assert_same(one_by_one, captured, device)
 
@@ -101,7 +118,10 @@ def test_every_rule_steps_as_one_by_one(rule: AnyRule, device: str) -> None:
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "momentum": (partial(SGD, momentum=0.9, weight_decay=0.1), None),
     "Adam": (Adam, None),
-    "AdamW, falling": (AdamW, partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=STEPS)),
+    "AdamW, falling": (
+        AdamW,
+        partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=STEPS),
+    ),
     "NAdam, falling": (NAdam, partial(ExponentialLR, gamma=0.99)),
     "RMSprop": (RMSprop, None),
     "plain, falling": (SGD, partial(CosineAnnealingLR, T_max=STEPS)),
@@ -110,16 +130,26 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("optimizer", "scheduler"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_and_schedule_steps_as_one_by_one(optimizer: Any, scheduler: Any, device: str) -> None:
+def test_every_optimizer_and_schedule_steps_as_one_by_one(
+    optimizer: Any, scheduler: Any, device: str
+) -> None:
     options = {"optimizer": optimizer, "scheduler": scheduler, "lr": 0.01, "device": device}
-    one_by_one, captured = (train(RULES["corrected"], users(), capture=flag, **options) for flag in (False, True))
+    one_by_one, captured = (
+        train(RULES["corrected"], users(), capture=flag, **options) for flag in (False, True)
+    )
     assert_same(one_by_one, captured, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_schedule_that_waits_for_the_validation_loss_is_followed(device: str) -> None:
-    options = {"scheduler": partial(ReduceLROnPlateau, patience=0, factor=0.5), "device": device, "lr": 1.0}
-    one_by_one, captured = (train(RULES["average"], users(20), capture=flag, **options) for flag in (False, True))
+    options = {
+        "scheduler": partial(ReduceLROnPlateau, patience=0, factor=0.5),
+        "device": device,
+        "lr": 1.0,
+    }
+    one_by_one, captured = (
+        train(RULES["average"], users(20), capture=flag, **options) for flag in (False, True)
+    )
     assert_same(one_by_one, captured, device)
 
 
@@ -138,10 +168,19 @@ def test_a_guard_s_shadow_is_in_the_program_and_restarts_it(device: str) -> None
 
 @pytest.mark.parametrize("optimizer", ["AdamW, falling"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(optimizer: str, device: str) -> None:
+def test_adaptive_averaging_steps_as_one_by_one_with_every_schedule(
+    optimizer: str, device: str
+) -> None:
     made, scheduler = OPTIMIZERS[optimizer]
     one_by_one, captured = (
-        train(RULES["adaptive"], users(), capture=flag, optimizer=made, scheduler=scheduler, device=device)
+        train(
+            RULES["adaptive"],
+            users(),
+            capture=flag,
+            optimizer=made,
+            scheduler=scheduler,
+            device=device,
+        )
         for flag in (False, True)
     )
     assert_same(one_by_one, captured, device)
@@ -153,7 +192,9 @@ def test_a_bad_peer_is_left_out_and_counted_as_one_by_one(device: str, rule: str
     everyone = users()
     everyone[1].examples.inputs[5] = math.nan  # type: ignore[attr-defined]  # drawn now and then
     options = {"scheduler": partial(ExponentialLR, gamma=0.99), "optimizer": Adam, "device": device}
-    one_by_one, captured = (train(RULES[rule], everyone, capture=flag, **options) for flag in (False, True))
+    one_by_one, captured = (
+        train(RULES[rule], everyone, capture=flag, **options) for flag in (False, True)
+    )
     assert 0 < one_by_one.record.end.left_out["a"]["not finite"] < STEPS
     assert_same(one_by_one, captured, device)
 
@@ -274,7 +315,9 @@ def test_what_cannot_be_captured_is_told_once_and_trained_all_the_same(
     assert run.record.configuration.capture.startswith("off: ")
 
 
-def test_a_capture_that_fails_on_the_way_is_told_by_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_on_the_way_is_told_by_the_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on a GPU, where a graph is captured after a few steps: the rest goes on one by one, to the same bits."""
 
     def fails(captured: Captured, n: int) -> bool:
@@ -304,5 +347,7 @@ ROWS: dict[str, Rule] = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS)
 def test_rules_that_need_every_gradient_step_as_one_by_one(rule: Rule, device: str) -> None:
-    one_by_one, captured = (train(rule, users(), capture=flag, device=device) for flag in (False, True))
+    one_by_one, captured = (
+        train(rule, users(), capture=flag, device=device) for flag in (False, True)
+    )
     assert_same(one_by_one, captured, device)

@@ -65,24 +65,46 @@ def test_functions_take_the_fields_and_document_them(function: Any) -> None:
         assert parameter.kind is parameter.KEYWORD_ONLY
         assert parameter.default is each.default
         assert parameter.annotation == typing.get_type_hints(RunSettings)[each.name]
-        assert f"\n    {each.name}: {settings_of(RunSettings)[each.name].help[:40]}" in function.__doc__
+        assert (
+            f"\n    {each.name}: {settings_of(RunSettings)[each.name].help[:40]}"
+            in function.__doc__
+        )
     with pytest.raises(TypeError, match="'stepz'"):
         function(torch.nn.Linear(3, 1), mse_loss, users(), stepz=3)
 
 
 def test_python_gives_all_of_it_to_the_record() -> None:
     me, *peers = users()
-    run = coterie.train(torch.nn.Linear(3, 1), mse_loss, me, peers, coterie.WeightedAveraging(0.5), **OTHER)
+    run = coterie.train(
+        torch.nn.Linear(3, 1), mse_loss, me, peers, coterie.WeightedAveraging(0.5), **OTHER
+    )
     assert plain(run.record.configuration) == OTHER
-    runs = coterie.train_everyone(torch.nn.Linear(3, 1), mse_loss, users(), coterie.WeightedAveraging(0.5), **OTHER)
+    runs = coterie.train_everyone(
+        torch.nn.Linear(3, 1), mse_loss, users(), coterie.WeightedAveraging(0.5), **OTHER
+    )
     assert all(plain(each.record.configuration) == OTHER for each in runs.runs.values())
 
 
 def test_the_command_gives_all_of_it_to_the_record(tmp_path: Path) -> None:
-    rows = pd.DataFrame({"who": ["a", "b", "c"] * 20, "x": range(60), "y": [0.5 * k for k in range(60)]})
+    rows = pd.DataFrame(
+        {"who": ["a", "b", "c"] * 20, "x": range(60), "y": [0.5 * k for k in range(60)]}
+    )
     rows.to_csv(tmp_path / "rows.csv", index=False)
-    named = ["--data", str(tmp_path / "rows.csv"), "--user-column", "who", "--target", "y", "--me", "a"]
-    options = [text for name, value in OTHER.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    named = [
+        "--data",
+        str(tmp_path / "rows.csv"),
+        "--user-column",
+        "who",
+        "--target",
+        "y",
+        "--me",
+        "a",
+    ]
+    options = [
+        text
+        for name, value in OTHER.items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
     command = ["train", *named, "--rule", "wga", "--out", str(tmp_path / "run"), *options]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -90,7 +112,9 @@ def test_the_command_gives_all_of_it_to_the_record(tmp_path: Path) -> None:
 
 
 def test_a_federations_file_has_all_of_it(tmp_path: Path) -> None:
-    rows = pd.DataFrame({"x": [k % 7 for k in range(40)], "y": [0.5 * (k % 7) + k % 3 for k in range(40)]})
+    rows = pd.DataFrame(
+        {"x": [k % 7 for k in range(40)], "y": [0.5 * (k % 7) + k % 3 for k in range(40)]}
+    )
     rows.to_csv(tmp_path / "mine.csv", index=False)
     training = Training(rule="wga", misses=5, **OTHER)
     data = Data(table=str(tmp_path / "mine.csv"), target="y")

@@ -14,7 +14,14 @@ from torch.nn import functional as f
 from torch.utils.data import TensorDataset
 
 import coterie
-from coterie.errors import CheckpointError, CoterieError, DataError, GradientError, KnobError, ModelError
+from coterie.errors import (
+    CheckpointError,
+    CoterieError,
+    DataError,
+    GradientError,
+    KnobError,
+    ModelError,
+)
 from coterie.recording import checkpoint
 
 INPUTS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
@@ -48,7 +55,11 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         r"`alpha` must lie in \[0, 1\], got 1.2",
         lambda: {"rule": coterie.WeightedAveraging(1.2)},
     ),
-    "beta": (KnobError, r"`beta` must lie in \[0, 1\], got -1", lambda: {"rule": coterie.BiasCorrection(0.5, -1)}),
+    "beta": (
+        KnobError,
+        r"`beta` must lie in \[0, 1\], got -1",
+        lambda: {"rule": coterie.BiasCorrection(0.5, -1)},
+    ),
     "a wrapped model": (
         ModelError,
         "the model is wrapped in DataParallel; give what is inside: `model.module`",
@@ -59,7 +70,11 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         r"does not take user 0's inputs of shape \(8, 3\): .*; change the inputs or the model",
         lambda: {"model": nn.Linear(3, 4).double()},
     ),
-    "norm bound": (KnobError, "`norm_bound` must be at least 1, or None, got 0.5", lambda: {"norm_bound": 0.5}),
+    "norm bound": (
+        KnobError,
+        "`norm_bound` must be at least 1, or None, got 0.5",
+        lambda: {"norm_bound": 0.5},
+    ),
     "negative tau": (
         KnobError,
         r"`tau\['ward 3'\]` must be finite and not negative, got -1",
@@ -75,7 +90,11 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         "`tau` names an unknown peer 'ward 9'; the peers are 'ward 3'",
         lambda: {"rule": coterie.WeightedAveraging(0.5, {"ward 9": 1.0})},
     ),
-    "no peers": (KnobError, r"no peers: pass at least one, or use `rule=coterie.Alone\(\)`", lambda: {"peers": []}),
+    "no peers": (
+        KnobError,
+        r"no peers: pass at least one, or use `rule=coterie.Alone\(\)`",
+        lambda: {"peers": []},
+    ),
     "empty user": (
         DataError,
         "user 'ward 5' has no examples; leave it out, or give it some",
@@ -84,7 +103,9 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
     "empty dataset": (
         DataError,
         "user 'ward 5' has no examples",
-        lambda: {"peers": [coterie.User.from_dataset("ward 5", TensorDataset(INPUTS[:0], CLASSES[:0]))]},
+        lambda: {
+            "peers": [coterie.User.from_dataset("ward 5", TensorDataset(INPUTS[:0], CLASSES[:0]))]
+        },
     ),
     "one class": (
         DataError,
@@ -116,8 +137,16 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         "a target of validation set of 'me' is NaN",
         lambda: {"me": user("me", validation=(INPUTS, NO_NUMBER))},
     ),
-    "fewer targets": (DataError, "8 inputs but 7 targets", lambda: {"me": user("me", targets=CLASSES[:7])}),
-    "same name": (DataError, "users must have different names", lambda: {"peers": [PEER, user("ward 3")]}),
+    "fewer targets": (
+        DataError,
+        "8 inputs but 7 targets",
+        lambda: {"me": user("me", targets=CLASSES[:7])},
+    ),
+    "same name": (
+        DataError,
+        "users must have different names",
+        lambda: {"peers": [PEER, user("ward 3")]},
+    ),
     "my name": (DataError, "users must have different names", lambda: {"peers": [user("me")]}),
     "another shape": (
         DataError,
@@ -200,7 +229,11 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         lambda: {"loss": lambda output, target: (output.argmax(1) != target).float().mean()},
     ),
     "nothing to train": (ModelError, "no trainable parameter", lambda: {"model": nn.Identity()}),
-    "steps": (KnobError, "`steps` must be a whole number, at least 1(, or None)?, got 0", lambda: {"steps": 0}),
+    "steps": (
+        KnobError,
+        "`steps` must be a whole number, at least 1(, or None)?, got 0",
+        lambda: {"steps": 0},
+    ),
     "batch size": (
         KnobError,
         "`batch_size` must be a whole number, at least 1(, or None)?, got 0",
@@ -220,7 +253,9 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_bad_input(tmp_path: Path, case: tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]) -> None:
+def test_bad_input(
+    tmp_path: Path, case: tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]
+) -> None:
     kind, message, make = case
     with pytest.raises(kind, match=f"(?s){message}") as caught:
         attempt(tmp_path / "run", make)
@@ -241,9 +276,13 @@ def test_a_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
     data = bytearray(path.read_bytes())
     if damage == "flipped":
         data[len(data) // 2] ^= 4
-    path.write_bytes(data[: {"truncated": len(data) // 2, "flipped": len(data), "empty": 0}[damage]])
+    path.write_bytes(
+        data[: {"truncated": len(data) // 2, "flipped": len(data), "empty": 0}[damage]]
+    )
     kept = path.read_bytes()
-    with pytest.warns(UserWarning, match=r"set aside as step-00000003\.ckpt\.damaged; going on from step-00000002"):
+    with pytest.warns(
+        UserWarning, match=r"set aside as step-00000003\.ckpt\.damaged; going on from step-00000002"
+    ):
         attempt(tmp_path, lambda: {"resume": True, "steps": 3, "hooks": []})
     assert path.with_name(path.name + ".damaged").read_bytes() == kept
     assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])
@@ -275,17 +314,34 @@ def test_a_mean_of_class_weights_is_no_misfit() -> None:
 
 def test_a_device_that_is_not_there_is_named() -> None:
     users = [coterie.User(name, torch.randn(4, 2), torch.randn(4, 1)) for name in ("me", "a")]
-    with pytest.raises(KnobError, match=r"`device` 'cuda:99' cannot be used here: .*; leave it out for the CPU"):
+    with pytest.raises(
+        KnobError, match=r"`device` 'cuda:99' cannot be used here: .*; leave it out for the CPU"
+    ):
         coterie.train(
-            nn.Linear(2, 1), nn.functional.mse_loss, users[0], users[1:], coterie.Alone(), device="cuda:99"
+            nn.Linear(2, 1),
+            nn.functional.mse_loss,
+            users[0],
+            users[1:],
+            coterie.Alone(),
+            device="cuda:99",
         )
 
 
 def test_a_peer_that_cannot_be_used_is_left_out_with_a_sentence() -> None:
-    one, other = user("one class", targets=torch.zeros(8, dtype=torch.long)), user("other columns", INPUTS[:, :2])
-    problem: dict[str, Any] = {"model": nn.Linear(3, 4), "loss": f.cross_entropy, "me": ME, "steps": 2}
+    one, other = (
+        user("one class", targets=torch.zeros(8, dtype=torch.long)),
+        user("other columns", INPUTS[:, :2]),
+    )
+    problem: dict[str, Any] = {
+        "model": nn.Linear(3, 4),
+        "loss": f.cross_entropy,
+        "me": ME,
+        "steps": 2,
+    }
     with pytest.warns(UserWarning, match="is left out") as told:
-        run = coterie.train(**problem, peers=[one, PEER, other], rule=coterie.WeightedAveraging(0.5))
+        run = coterie.train(
+            **problem, peers=[one, PEER, other], rule=coterie.WeightedAveraging(0.5)
+        )
     assert [str(each.message).partition(":")[0] for each in told] == [
         "the peer 'one class' is left out",
         "the peer 'other columns' is left out",
@@ -294,13 +350,21 @@ def test_a_peer_that_cannot_be_used_is_left_out_with_a_sentence() -> None:
     alike = coterie.train(**problem, peers=[PEER], rule=coterie.WeightedAveraging(0.5))
     assert run.record.curve("own_loss") == alike.record.curve("own_loss")
     with pytest.raises(DataError, match="'one class' has examples of one class only"):
-        coterie.train(**problem, peers=[one, PEER], rule=coterie.WeightedAveraging(0.5, {"one class": 1.0}))
-    with pytest.warns(UserWarning, match="left out"), pytest.raises(DataError, match="no peer can be used"):
+        coterie.train(
+            **problem, peers=[one, PEER], rule=coterie.WeightedAveraging(0.5, {"one class": 1.0})
+        )
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(DataError, match="no peer can be used"),
+    ):
         coterie.train(**problem, peers=[one, other], rule=coterie.WeightedAveraging(0.5))
 
 
 def test_gradients_that_are_off_are_told(tmp_path: Path) -> None:
-    with torch.no_grad(), pytest.raises(ModelError, match=r"gradients are off: call it outside of `torch.no_grad`"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ModelError, match=r"gradients are off: call it outside of `torch.no_grad`"),
+    ):
         attempt(tmp_path / "run", dict)
 
 

@@ -11,4 +11,6 @@ from tests.support.faults import FAULTS
 @pytest.mark.filterwarnings("ignore:.*cannot be written")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_no_run(name: str, tmp_path: Path) -> None:
-    assert FAULTS[name](tmp_path) == ("refused" if name == "two processes in one folder" else "went on")
+    assert FAULTS[name](tmp_path) == (
+        "refused" if name == "two processes in one folder" else "went on"
+    )

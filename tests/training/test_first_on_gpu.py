@@ -37,9 +37,13 @@ print(json.dumps(told))
 @pytest.mark.cuda
 @pytest.mark.parametrize("rule", ["adaptive", "averaging", "alone", "correction", "cosine"])
 def test_the_first_run_of_a_process(rule: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(coterie.__file__).parents[1]), *sys.path])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(coterie.__file__).parents[1]), *sys.path])
+    }
     command = [sys.executable, "-c", SCRIPT, rule]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["cuda"][0] == "a CUDA graph"

@@ -24,7 +24,9 @@ Users = Callable[..., list[coterie.User]]
 STEPS = 12
 
 
-def trained(users: list[coterie.User], out: Path | None, *hooks: Any, **settings: Any) -> coterie.Run:
+def trained(
+    users: list[coterie.User], out: Path | None, *hooks: Any, **settings: Any
+) -> coterie.Run:
     how: dict[str, Any] = {
         "steps": STEPS,
         "evaluate_every": 2,
@@ -35,7 +37,9 @@ def trained(users: list[coterie.User], out: Path | None, *hooks: Any, **settings
     if out is None:
         how.pop("checkpoint_every")
     rule = coterie.WeightedAveraging(0.5)
-    return coterie.train(network(), cross_entropy, users[0], users[1:], rule, out=out, hooks=hooks, **how)
+    return coterie.train(
+        network(), cross_entropy, users[0], users[1:], rule, out=out, hooks=hooks, **how
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,14 @@ def test_what_could_not_be_written_is_written_later(
     users = make_users()
     whole = trained(users, tmp_path / "whole")
     disk = Disk(number, *between, calls=[call])
-    with disk.used(), pytest.warns(UserWarning, match="cannot be written .*The run goes on in memory") as warned:
+    with (
+        disk.used(),
+        pytest.warns(UserWarning, match="cannot be written .*The run goes on in memory") as warned,
+    ):
         run = trained(users, tmp_path / "run", disk.follow)
     assert disk.failures
-    assert len(warned) <= 3  # once for the record, once for the checkpoint, and once more after a success
+    # once for the record, once for the checkpoint, and once more after a success
+    assert len(warned) <= 3
     assert not run.unwritten
     assert same(state_of(run.model), state_of(whole.model))
     assert coterie.Record.load(tmp_path / "run" / "record.jsonl").points == whole.record.points
@@ -77,7 +85,9 @@ def test_a_disk_that_stays_full_costs_no_run(make_users: Users, tmp_path: Path) 
     with disk.used(), pytest.warns(UserWarning, match="cannot be written") as warned:
         run = trained(users, tmp_path / "run", disk.follow)
     assert len(warned) == 3
-    assert re.search("not all of this run is in .* The run returned is whole", str(warned[-1].message))
+    assert re.search(
+        "not all of this run is in .* The run returned is whole", str(warned[-1].message)
+    )
     assert same(state_of(run.model), state_of(whole.model))
     assert run.test == whole.test
     assert run.record.points == whole.record.points
@@ -102,16 +112,22 @@ def test_a_folder_deleted_on_the_way_is_written_anew(
             if again:
                 out.mkdir()
 
-    with pytest.warns(UserWarning, match="was deleted while a run wrote to it, and is written anew"):
+    with pytest.warns(
+        UserWarning, match="was deleted while a run wrote to it, and is written anew"
+    ):
         run = trained(users, out, delete)
     assert not run.unwritten
     assert same(state_of(run.model), state_of(whole.model))
     assert coterie.Record.load(out / "record.jsonl").points == whole.record.points
     assert coterie.Record.load(out / "record.jsonl").end.test == whole.test
-    assert [path.name for path in checkpoint.saved(out / "checkpoints")][-1] == f"step-{STEPS:08d}.ckpt"
+    assert [path.name for path in checkpoint.saved(out / "checkpoints")][
+        -1
+    ] == f"step-{STEPS:08d}.ckpt"
 
 
-def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(make_users: Users, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(
+    make_users: Users, tmp_path: Path
+) -> None:
     users, steps = make_users(), list[int]()
     (tmp_path / "file").touch()
     note = lambda step: steps.append(step.step)  # noqa: E731
@@ -119,7 +135,10 @@ def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(make_users: 
         trained(users, tmp_path / "file", note)
     with pytest.raises(FileError, match=r"cannot be written \(Not a directory\)"):
         trained(users, tmp_path / "file" / "run", note)
-    with claimed_elsewhere(tmp_path / "run"), pytest.raises(FileError, match=r"run is in use by process \d+ on"):
+    with (
+        claimed_elsewhere(tmp_path / "run"),
+        pytest.raises(FileError, match=r"run is in use by process \d+ on"),
+    ):
         trained(users, tmp_path / "run", note)
     for number in (errno.ENOSPC, errno.EROFS):
         with Disk(number, 0, STEPS).used(), pytest.raises(FileError, match=os.strerror(number)):
@@ -127,7 +146,9 @@ def test_a_folder_that_cannot_be_used_is_told_before_the_first_step(make_users: 
     assert not steps
 
 
-def test_two_processes_that_resume_one_folder_do_not_alter_its_record(make_users: Users, tmp_path: Path) -> None:
+def test_two_processes_that_resume_one_folder_do_not_alter_its_record(
+    make_users: Users, tmp_path: Path
+) -> None:
     users = make_users()
     trained(users, tmp_path, lambda step: step.step == 5)
     before = (tmp_path / "record.jsonl").read_bytes()
@@ -139,7 +160,9 @@ def test_two_processes_that_resume_one_folder_do_not_alter_its_record(make_users
     assert trained(users, tmp_path, resume=True).step == STEPS
 
 
-def test_a_full_disk_ends_tensorboard_and_not_the_run(make_users: Users, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_ends_tensorboard_and_not_the_run(
+    make_users: Users, tmp_path: Path, monkeypatch: Any
+) -> None:
     writer = pytest.importorskip("torch.utils.tensorboard.writer")
 
     def full(*_: Any) -> None:
@@ -148,7 +171,9 @@ def test_a_full_disk_ends_tensorboard_and_not_the_run(make_users: Users, tmp_pat
     for method in ("add_scalar", "__init__"):
         with monkeypatch.context() as patch:
             patch.setattr(writer.SummaryWriter, method, full)
-            with pytest.warns(UserWarning, match="TensorBoard tracks this run no more: .*No space left"):
+            with pytest.warns(
+                UserWarning, match="TensorBoard tracks this run no more: .*No space left"
+            ):
                 run = trained(make_users(), tmp_path / method, trackers=["tensorboard"])
         assert (run.step, run.unwritten) == (STEPS, "")
         assert torch.isfinite(torch.tensor(run.test["loss"]))

@@ -37,7 +37,10 @@ def users() -> list[coterie.User]:
     me = coterie.User("me", INPUTS[:12], TARGETS[:12], validation=held_out, test=held_out)
     return [
         me,
-        *(coterie.User(name, INPUTS[k : 20 + k], TARGETS[k : 20 + k]) for k, name in ((12, "a"), (30, "b"))),
+        *(
+            coterie.User(name, INPUTS[k : 20 + k], TARGETS[k : 20 + k])
+            for k, name in ((12, "a"), (30, "b"))
+        ),
     ]
 
 
@@ -89,14 +92,20 @@ def global_state() -> tuple[object, ...]:
     return torch.get_rng_state().tolist(), state[1].tolist(), state[2], random.getstate()
 
 
-def trained(model: nn.Module, rule: Any = None, loss: Any = f.mse_loss, **settings: Any) -> coterie.Run:
+def trained(
+    model: nn.Module, rule: Any = None, loss: Any = f.mse_loss, **settings: Any
+) -> coterie.Run:
     me, *peers = users()
-    return coterie.train(model, loss, me, peers, rule, **{"steps": 6, "lr": 0.01, "norm_bound": None} | settings)
+    return coterie.train(
+        model, loss, me, peers, rule, **{"steps": 6, "lr": 0.01, "norm_bound": None} | settings
+    )
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_global_generators_are_neither_read_nor_moved(make: Callable[[], nn.Module], rule: Any) -> None:
+def test_global_generators_are_neither_read_nor_moved(
+    make: Callable[[], nn.Module], rule: Any
+) -> None:
     results = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -112,7 +121,9 @@ def test_a_method_with_peers_elsewhere_moves_no_global_generator() -> None:
     """What it will ask is found out beforehand, with a model of its own."""
     me, *peers = users()
     model = made(dropout)
-    sites = LocalSites({peer.name: Peer(peer, Passes(copy.deepcopy(model), f.mse_loss)) for peer in peers})
+    sites = LocalSites(
+        {peer.name: Peer(peer, Passes(copy.deepcopy(model), f.mse_loss)) for peer in peers}
+    )
     engine = functools.partial(Remote, sites=sites, names=[peer.name for peer in peers])
     before = global_state()
     coterie.train(model, f.mse_loss, me, (), methods.FedAvg(2), steps=3, engine=engine)
@@ -141,7 +152,9 @@ def test_a_random_loss_and_a_random_stream_draw_from_the_seed_too() -> None:
         model, before = made(lambda: nn.Linear(4, 1)), global_state()
         first = numbers(trained(model, coterie.WeightedAveraging(0.5), loss))
         me, *peers = coterie.User.stream("me", draw), *users()[1:]
-        second = numbers(coterie.train(model, f.mse_loss, me, peers, coterie.WeightedAveraging(0.5), steps=5))
+        second = numbers(
+            coterie.train(model, f.mse_loss, me, peers, coterie.WeightedAveraging(0.5), steps=5)
+        )
         assert global_state() == before
         results.append(torch.cat([first, second]))
     assert torch.equal(*results)

@@ -30,7 +30,9 @@ def examples(n: int, seed: int, flip: bool = False, scale: float = 1.0) -> tuple
 
 @pytest.fixture
 def me() -> coterie.User:
-    return coterie.User("me", *examples(12, 0), validation=examples(N_HELD_OUT, 1), test=examples(50, 2))
+    return coterie.User(
+        "me", *examples(12, 0), validation=examples(N_HELD_OUT, 1), test=examples(50, 2)
+    )
 
 
 def peers(kind: str) -> list[coterie.User]:
@@ -62,9 +64,13 @@ def served(run: coterie.Run) -> str:
 
 def test_the_shadow_is_alone_to_the_bit(me: coterie.User) -> None:
     guarded, alone = run(me, "wrong"), run(me, "wrong", coterie.Alone())
-    shadow, curve = guarded.record.curve("alone_validation_loss"), alone.record.curve("validation_loss")
+    shadow, curve = (
+        guarded.record.curve("alone_validation_loss"),
+        alone.record.curve("validation_loss"),
+    )
     assert shadow[0] == curve[0]
-    np.testing.assert_allclose(shadow[1], curve[1], rtol=1e-6)  # summed in another order, of the same model
+    # summed in another order, of the same model
+    np.testing.assert_allclose(shadow[1], curve[1], rtol=1e-6)
     assert served(guarded) == "alone"
     assert guarded.best_step == alone.best_step
     for ours, theirs in zip(guarded.model.parameters(), alone.model.parameters(), strict=True):
@@ -95,7 +101,9 @@ def test_harmful_peers_are_listened_to_less_and_less(me: coterie.User) -> None:
     restarts = guarded.record.curve("guard_restarts")[1]
     at = [5 * i for i in range(1, len(restarts)) if restarts[i] > restarts[i - 1]]
     assert len(at) >= 3
-    assert all(later - earlier >= 5 * 2**i for i, (earlier, later) in enumerate(itertools.pairwise(at)))
+    assert all(
+        later - earlier >= 5 * 2**i for i, (earlier, later) in enumerate(itertools.pairwise(at))
+    )
     weights = dict(zip(*guarded.record.curve("weight"), strict=True))
     assert all(weights[step + 5] == 0 for step in at if step + 5 <= 400)
     assert guarded.verdict.finding == "alone"
@@ -105,14 +113,19 @@ def test_peers_that_lead_to_infinity_do_not_end_the_run(me: coterie.User) -> Non
     overflowing: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1e10, "norm_bound": None}
     with pytest.raises(GradientError):
         run(me, "astray", guard="off", **overflowing)
-    guarded, alone = run(me, "astray", **overflowing), run(me, "astray", coterie.Alone(), **overflowing)
+    guarded, alone = (
+        run(me, "astray", **overflowing),
+        run(me, "astray", coterie.Alone(), **overflowing),
+    )
     assert guarded.step == 120
     assert guarded.record.curve("guard_restarts")[1][-1] >= 1
     assert held_out_loss(guarded, me) <= held_out_loss(alone, me) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["wrong", "honest"])
-def test_a_guarded_run_resumes_to_the_same_bits(me: coterie.User, tmp_path: Path, kind: str) -> None:
+def test_a_guarded_run_resumes_to_the_same_bits(
+    me: coterie.User, tmp_path: Path, kind: str
+) -> None:
     rule = coterie.BiasCorrection(0.9, 0.05, correction=0.3)
     whole = run(me, kind, rule)
     stop = [lambda step: step.step == 53]
@@ -125,7 +138,9 @@ def test_a_guarded_run_resumes_to_the_same_bits(me: coterie.User, tmp_path: Path
 
 
 def test_it_is_on_with_any_validation_examples_and_says_so(me: coterie.User) -> None:
-    few, none = (coterie.User("me", *examples(12, 0), validation=held) for held in (examples(1, 1), None))
+    few, none = (
+        coterie.User("me", *examples(12, 0), validation=held) for held in (examples(1, 1), None)
+    )
 
     def said(user: coterie.User, **settings: Any) -> str:
         return str(run(user, "honest", steps=5, **settings).record.configuration.guard)
@@ -133,7 +148,9 @@ def test_it_is_on_with_any_validation_examples_and_says_so(me: coterie.User) -> 
     assert said(few) == "held-out: 1 validation examples"
     assert said(me) == "held-out: 150 validation examples"
     assert said(none) == "off: no validation examples"
-    assert said(none, rule=coterie.AdaptiveAveraging()).endswith("own examples held out in turn instead")
+    assert said(none, rule=coterie.AdaptiveAveraging()).endswith(
+        "own examples held out in turn instead"
+    )
     assert said(me, guard="off") == said(me, rule=coterie.Alone()) == "off"
 
 
@@ -158,7 +175,9 @@ def differences(kind: str, n: int, random: np.random.Generator, looks: int) -> n
     if (
         kind == "lopsided otherwise"
     ):  # the same examples at all looks: with fresh ones Student's t would be too bold
-        return (1 - random.exponential(size=n)) * np.linspace(0.5, 1.5, looks)[:, None] + normal.cumsum(0) / 20
+        return (1 - random.exponential(size=n)) * np.linspace(0.5, 1.5, looks)[
+            :, None
+        ] + normal.cumsum(0) / 20
     return normal if kind == "normal" else normal.cumsum(0) / 3
 
 
@@ -170,7 +189,10 @@ def test_how_often_chance_restarts_a_run(kind: str, n: int) -> None:
     for _ in range(400):
         change = differences(kind, n, random, looks)
         errors = change.std(1, ddof=1) / np.sqrt(n)
-        chances = [worse_by_chance(d, e, n) for d, e in zip(change.mean(1).tolist(), errors.tolist(), strict=True)]
+        chances = [
+            worse_by_chance(d, e, n)
+            for d, e in zip(change.mean(1).tolist(), errors.tolist(), strict=True)
+        ]
         restarted += min(chances) < BY_CHANCE / looks
     assert restarted <= 400 * BY_CHANCE + 3 * np.sqrt(400 * BY_CHANCE)
 
@@ -187,7 +209,9 @@ def test_what_is_worse_is_seen() -> None:
 
 
 def test_errors(me: coterie.User) -> None:
-    with pytest.raises(KnobError, match='`guard` must be "auto", "held-out" or "off", got \'maybe\''):
+    with pytest.raises(
+        KnobError, match='`guard` must be "auto", "held-out" or "off", got \'maybe\''
+    ):
         run(me, "honest", guard="maybe")
     with pytest.raises(KnobError, match="'me' has no validation examples"):
         run(coterie.User("me", *examples(12, 0)), "honest", guard="held-out")

@@ -56,7 +56,9 @@ def test_progress(make_users: Users, monkeypatch: pytest.MonkeyPatch, shown: boo
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     coterie.train(
-        *(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.25)), steps=10, progress=shown
+        *(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.25)),
+        steps=10,
+        progress=shown,
     )
     text = screen.getvalue()
     assert bool(text) == bool(shown)  # None: standard error is no terminal here
@@ -95,7 +97,9 @@ class Noting(Hook):
         self.last = last
 
     def on_start(self, start: Start) -> None:
-        self.told.append(("start", start.step, type(start.rule).__name__, start.configuration.steps))
+        self.told.append(
+            ("start", start.step, type(start.rule).__name__, start.configuration.steps)
+        )
 
     def on_step(self, step: coterie.Step) -> bool:
         self.told.append((step.step, step.best_loss is not None, dict(step.tau())))
@@ -110,7 +114,13 @@ class Noting(Hook):
 
 def test_a_hook_sees_start_steps_evaluations_and_end(make_users: Users, tmp_path: Path) -> None:
     users, tau = make_users((12, 16, 9)), {"peer 1": 0.25, "peer 2": 0.75}
-    problem: Any = (network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5, tau))
+    problem: Any = (
+        network(),
+        cross_entropy,
+        users[0],
+        users[1:],
+        coterie.WeightedAveraging(0.5, tau),
+    )
     settings: dict[str, Any] = {"steps": 4, "evaluate_every": 3, "out": tmp_path}
     first, second = Noting(last=2), Noting()
     coterie.train(*problem, **settings, hooks=[first])
@@ -129,7 +139,9 @@ def test_a_hook_sees_the_rule_that_was_chosen_and_a_method(make_users: Users) ->
         (FedAvg(local_steps=2), ["FedAvg"]),
     ):
         noting = Noting()
-        coterie.train(network(), cross_entropy, users[0], users[1:], rule, steps=2, lr=0.1, hooks=[noting])
+        coterie.train(
+            network(), cross_entropy, users[0], users[1:], rule, steps=2, lr=0.1, hooks=[noting]
+        )
         assert noting.told[0][2] in names
 
 
@@ -152,11 +164,16 @@ def test_a_hook_that_clips_after_the_step_is_told_that_it_does_nothing(make_user
     def clips(step: coterie.Step) -> None:
         torch.nn.utils.clip_grad_norm_(step.model.parameters(), 1e-9)
 
-    with pytest.warns(UserWarning, match="a hook has changed gradients after the step .* `clip_norm`") as told:
+    with pytest.warns(
+        UserWarning, match="a hook has changed gradients after the step .* `clip_norm`"
+    ) as told:
         clipped = coterie.train(*problem, steps=4, hooks=[clips])
     assert len(told) == 1
     plain = coterie.train(*problem, steps=4, hooks=[lambda step: None])
-    assert all(torch.equal(a, b) for a, b in zip(clipped.model.parameters(), plain.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(clipped.model.parameters(), plain.model.parameters(), strict=True)
+    )
 
 
 class Seldom(Noting):
@@ -190,6 +207,10 @@ def test_a_hook_that_need_not_see_every_step_leaves_blocks_whole(make_users: Use
 @pytest.mark.parametrize("hook", [3, "print", Noting, None])
 def test_what_is_no_hook(make_users: Users, tmp_path: Path, hook: Any) -> None:
     users = make_users()
-    with pytest.raises(KnobError, match=r"`hooks` must be functions of a `Step` or instances of `coterie\.Hook`"):
-        coterie.train(*(network(), cross_entropy, users[0], users[1:]), out=tmp_path / "run", hooks=[hook])
+    with pytest.raises(
+        KnobError, match=r"`hooks` must be functions of a `Step` or instances of `coterie\.Hook`"
+    ):
+        coterie.train(
+            *(network(), cross_entropy, users[0], users[1:]), out=tmp_path / "run", hooks=[hook]
+        )
     assert not (tmp_path / "run").exists()

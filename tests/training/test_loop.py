@@ -70,7 +70,11 @@ def test_a_second_ctrl_c_stops_at_once(make_users: Users) -> None:
         done.append(step.step)
 
     with pytest.raises(KeyboardInterrupt):
-        coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=9, hooks=[press])
+        coterie.train(
+            *(network(), cross_entropy, users[0], users[1:], coterie.Alone()),
+            steps=9,
+            hooks=[press],
+        )
     assert not done
     assert signal.getsignal(signal.SIGINT) is handler
 
@@ -91,7 +95,9 @@ SCRIPT = """
 
 def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "going\n"
@@ -102,7 +108,9 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert told[0] == "Ctrl-C"
     steps = int(told[1])
     assert 3 <= steps < 10**7
-    assert checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["learner"]["step"] == steps
+    assert (
+        checkpoint.load(checkpoint.saved(tmp_path / "checkpoints")[-1])["learner"]["step"] == steps
+    )
 
 
 def test_a_thread_can_train(make_users: Users) -> None:
@@ -111,7 +119,11 @@ def test_a_thread_can_train(make_users: Users) -> None:
     users, runs = make_users(), list[coterie.Run]()
 
     def work() -> None:
-        runs.append(coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=3))
+        runs.append(
+            coterie.train(
+                *(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=3
+            )
+        )
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -148,7 +160,13 @@ def test_a_non_finite_own_gradient_ends_the_run_with_the_last_good_state(
     before_training(engine, RunSpec(model, probing, users[0], users[1:], optimizer=optimizer))
     with pytest.raises(GradientError, match="own gradient is not finite at step 5") as caught:
         coterie.train(
-            *(model, explosive(probing.calls + 5), users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)),
+            *(
+                model,
+                explosive(probing.calls + 5),
+                users[0],
+                users[1:],
+                coterie.BiasCorrection(0.5, 0.1),
+            ),
             steps=20,
             checkpoint_every=100,
             guard="off",  # whose shadow would count too
@@ -173,5 +191,7 @@ def test_examples_with_infinities_are_named(make_users: Users) -> None:
     users = make_users()
     inputs, targets = users[0].batch(12, seed=0, step=0)
     bad = coterie.User("ward 3", inputs.clone().fill_(math.inf), targets)
-    with pytest.raises(GradientError, match=r"at step 0 .* lower `lr`, or look for extreme values .* 'ward 3'"):
+    with pytest.raises(
+        GradientError, match=r"at step 0 .* lower `lr`, or look for extreme values .* 'ward 3'"
+    ):
         coterie.train(*(network(), cross_entropy, bad, users[1:], coterie.Alone()), steps=3)

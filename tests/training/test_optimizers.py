@@ -21,13 +21,19 @@ Users = Callable[..., list[coterie.User]]
 
 
 def plain_steps(
-    model: nn.Module, users: list[coterie.User], optimizer: torch.optim.Optimizer, scheduler: Any, steps: int
+    model: nn.Module,
+    users: list[coterie.User],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    steps: int,
 ) -> list[float]:
     """Train by averaging with weight ½ in a plain loop; return the learning rate after every step."""
     rates = []
     for step in range(steps):
         optimizer.zero_grad()
-        for user, weight in zip(users, (0.5, *[0.5 / (len(users) - 1)] * (len(users) - 1)), strict=True):
+        for user, weight in zip(
+            users, (0.5, *[0.5 / (len(users) - 1)] * (len(users) - 1)), strict=True
+        ):
             inputs, targets = user.batch(4, seed=0, step=step)
             torch.autograd.backward(weight * cross_entropy(model(inputs), targets))
         optimizer.step()
@@ -39,7 +45,9 @@ def plain_steps(
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adam": lambda p: torch.optim.Adam(p, lr=0.02),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
@@ -67,7 +75,10 @@ def test_parameter_groups_and_a_part_of_the_parameters(make_users: Users) -> Non
     users, model = make_users(), network()
 
     def grouped(net: nn.Sequential) -> torch.optim.Optimizer:
-        groups = [{"params": [net[0].weight], "lr": 0.3}, {"params": list(net[2].parameters()), "momentum": 0.9}]
+        groups = [
+            {"params": [net[0].weight], "lr": 0.3},
+            {"params": list(net[2].parameters()), "momentum": 0.9},
+        ]
         return torch.optim.SGD(groups, lr=0.05)
 
     start = state_of(model)
@@ -93,7 +104,9 @@ def test_parameter_groups_and_a_part_of_the_parameters(make_users: Users) -> Non
 
 def test_an_optimizer_of_another_model(make_users: Users) -> None:
     users = make_users()
-    with pytest.raises(ModelError, match=r"parameters of another model; make it from `model\.parameters"):
+    with pytest.raises(
+        ModelError, match=r"parameters of another model; make it from `model\.parameters"
+    ):
         coterie.train(
             *(network(), cross_entropy, users[0], users[1:], coterie.Alone()),
             optimizer=torch.optim.SGD(network().parameters(), lr=0.1),
@@ -103,11 +116,19 @@ def test_an_optimizer_of_another_model(make_users: Users) -> None:
 def test_two_learning_rates_or_lbfgs(make_users: Users) -> None:
     users, model = make_users(), network()
     for optimizer, lr, message in (
-        (torch.optim.SGD(model.parameters(), lr=0.1), 0.2, r"`lr` \(0.2\) and an optimizer that has its own"),
+        (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            0.2,
+            r"`lr` \(0.2\) and an optimizer that has its own",
+        ),
         (torch.optim.LBFGS, None, "LBFGS evaluates the loss several times"),
     ):
         with pytest.raises(KnobError, match=message):
-            coterie.train(*(model, cross_entropy, users[0], users[1:], coterie.Alone()), optimizer=optimizer, lr=lr)
+            coterie.train(
+                *(model, cross_entropy, users[0], users[1:], coterie.Alone()),
+                optimizer=optimizer,
+                lr=lr,
+            )
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -180,7 +201,9 @@ def test_reduce_on_plateau_follows_the_validation_loss(make_users: Users) -> Non
 
 def test_reduce_on_plateau_needs_a_validation_set(make_users: Users, tmp_path: Path) -> None:
     me = coterie.User("me", [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [0, 1])
-    with pytest.raises(KnobError, match="follows the validation loss, but 'me' has no validation set"):
+    with pytest.raises(
+        KnobError, match="follows the validation loss, but 'me' has no validation set"
+    ):
         coterie.train(
             *(network(torch.float32), cross_entropy, me, [], coterie.Alone()),
             scheduler=lr_scheduler.ReduceLROnPlateau,

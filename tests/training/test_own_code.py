@@ -74,7 +74,9 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging()])
-def test_a_scheduler_is_blamed_that_runs_ahead_of_captured_steps(make_users: Users, rule: Any) -> None:
+def test_a_scheduler_is_blamed_that_runs_ahead_of_captured_steps(
+    make_users: Users, rule: Any
+) -> None:
     users = make_users()
     with pytest.raises(UserCodeError, match="the scheduler raised ValueError: Tried to step"):
         coterie.train(
@@ -93,7 +95,12 @@ def test_the_error_says_whose_it_is_and_the_run_goes_on_where_it_was(
 ) -> None:
     words, make = case
     users, noted = make_users(), Noted()
-    settings: dict[str, Any] = {"model": network(), "steps": 20, "evaluate_every": 2, "out": tmp_path / "run"}
+    settings: dict[str, Any] = {
+        "model": network(),
+        "steps": 20,
+        "evaluate_every": 2,
+        "out": tmp_path / "run",
+    }
     settings |= {"checkpoint_every": 1, "measure": False} | make()
     settings["hooks"] = [*settings.get("hooks", ()), noted]
     problem: dict[str, Any] = {
@@ -124,7 +131,9 @@ def test_a_metric_that_fails_at_the_end_leaves_the_run(make_users: Users) -> Non
     users[0].test = users[0].examples
     metrics = {"odd": lambda outputs, _: 1.0 if len(outputs) != len(users[0]) else 1 / 0}
     with pytest.raises(UserCodeError, match="the metric 'odd' raised") as caught:
-        coterie.train(network(), cross_entropy, users[0], users[1:], coterie.Alone(), steps=3, metrics=metrics)
+        coterie.train(
+            network(), cross_entropy, users[0], users[1:], coterie.Alone(), steps=3, metrics=metrics
+        )
     assert caught.value.run.step == 3
 
 
@@ -137,7 +146,9 @@ def test_hooks_after_one_that_raises_are_told_too(make_users: Users) -> None:
 
     with pytest.raises(UserCodeError, match=r"the hook .*Bad raised OSError: no network") as caught:
         coterie.train(
-            *(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=3, hooks=[Bad(), noted]
+            *(network(), cross_entropy, users[0], users[1:], coterie.Alone()),
+            steps=3,
+            hooks=[Bad(), noted],
         )
     assert [each.step for each in noted.ended] == [3] == [caught.value.run.step]
 
@@ -158,7 +169,9 @@ def test_a_step_is_as_long_as_the_norm_allows(make_users: Users) -> None:
     def note(step: coterie.Step) -> None:
         moved.append(nn.utils.parameters_to_vector(step.model.parameters()) - before)
 
-    spec = coterie.RunSpec(start, cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), hooks=[note])
+    spec = coterie.RunSpec(
+        start, cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), hooks=[note]
+    )
     spec = replace(spec, optimizer=torch.optim.SGD, lr=0.5, steps=1)
     specs = [replace(spec, clip_norm=norm) for norm in (None, 1e-3, 1e3)]
     for each in specs:
@@ -186,7 +199,9 @@ def test_steps_and_epochs_are_not_both_given(make_users: Users) -> None:
 
 def test_of_many_runs_those_go_on_whose_code_does_not_raise(make_users: Users) -> None:
     users = make_users()
-    base = coterie.RunSpec(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), steps=6)
+    base = coterie.RunSpec(
+        network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5), steps=6
+    )
     bad = [
         replace(base, hooks=[after(2, lambda _: None)]),
         replace(base, metrics={"odd": after(2, lambda *_: 1.0)}),
@@ -195,7 +210,12 @@ def test_of_many_runs_those_go_on_whose_code_does_not_raise(make_users: Users) -
     with pytest.raises(UserCodeError, match="raised ZeroDivisionError: of your own") as caught:
         coterie.train_many([base, *bad, base])
     first, hooked, measured, last = caught.value.run
-    assert [run.stopped for run in caught.value.run] == [None, Stopped.USER_CODE, Stopped.USER_CODE, None]
+    assert [run.stopped for run in caught.value.run] == [
+        None,
+        Stopped.USER_CODE,
+        Stopped.USER_CODE,
+        None,
+    ]
     assert (hooked.step, measured.step) == (3, 2)
     torch.testing.assert_close(state_of(first.model), state_of(whole[0].model))
     torch.testing.assert_close(state_of(last.model), state_of(whole[1].model))
@@ -241,8 +261,12 @@ def test_a_rule_whose_direction_is_not_finite_is_named_at_its_step(
 
 def test_with_a_guard_the_run_goes_on_and_the_rule_is_told_of(make_users: Users) -> None:
     users = make_users()
-    with pytest.warns(UserWarning, match=r"the rule `Dividing` made .* at step 5; the run goes on from the model"):
-        run = coterie.train(network(), cross_entropy, users[0], users[1:], ZERO_AT_5, steps=20, guard="held-out")
+    with pytest.warns(
+        UserWarning, match=r"the rule `Dividing` made .* at step 5; the run goes on from the model"
+    ):
+        run = coterie.train(
+            network(), cross_entropy, users[0], users[1:], ZERO_AT_5, steps=20, guard="held-out"
+        )
     assert run.step == 20
     assert run.record.points[-1].guard is not None
     assert run.record.points[-1].guard.restarts >= 1

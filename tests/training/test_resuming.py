@@ -23,12 +23,15 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path: Path) -> None:
         "0",
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(coterie.__file__).parents[1])}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env=environment
+    )
     assert process.returncode == 0, process.stderr
     outcomes = [json.loads(line) for line in process.stdout.splitlines()]
     for outcome in outcomes:
         assert outcome["digest"] == outcome["wanted"], outcome
-    assert len({outcome["wanted"] for outcome in outcomes}) == 2  # two kinds of runs, which the digest tells apart
+    # two kinds of runs, which the digest tells apart
+    assert len({outcome["wanted"] for outcome in outcomes}) == 2
     steps = [step for outcome in outcomes for step in outcome["killed_at"]]
     assert len(steps) >= KILLS
     for third in (range(1, 21), range(21, 41), range(41, 60)):

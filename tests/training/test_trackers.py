@@ -49,7 +49,9 @@ class Noted(types.ModuleType):
 
 def tracked(users: list[coterie.User], out: Path, *names: str) -> coterie.Run:
     problem: Any = (network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5))
-    return coterie.train(*problem, steps=6, evaluate_every=3, out=out, trackers=names, guard="off", measure=False)
+    return coterie.train(
+        *problem, steps=6, evaluate_every=3, out=out, trackers=names, guard="off", measure=False
+    )
 
 
 @pytest.fixture
@@ -108,7 +110,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     make_users: Users, tmp_path: Path, stub: Callable[..., Noted]
 ) -> None:
     mlflow = stub("mlflow", fails="log_metrics")
-    with pytest.warns(UserWarning, match="MLflow tracks this run no more: the server is gone") as told:
+    with pytest.warns(
+        UserWarning, match="MLflow tracks this run no more: the server is gone"
+    ) as told:
         run = tracked(make_users(), tmp_path, "mlflow")
     assert len(told) == 1
     assert run.step == 6
@@ -141,7 +145,9 @@ def test_mlflow_itself(make_users: Users, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("default")
-def test_wandb_itself_offline(make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_itself_offline(
+    make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _installed("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracked(make_users(), tmp_path / "first", "wandb")
@@ -154,7 +160,9 @@ def test_trackio_itself(make_users: Users, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     run = tracked(make_users(), tmp_path / "first", "trackio")
     with sqlite3.connect(next((tmp_path / "trackio").glob("*.db"))) as file:
-        rows = [json.loads(row) for (row,) in file.execute("select metrics from metrics order by step")]
+        rows = [
+            json.loads(row) for (row,) in file.execute("select metrics from metrics order by step")
+        ]
     assert [row["validation_loss"] for row in rows[:-1]] == run.record.curve("validation_loss")[1]
 
 
@@ -162,10 +170,20 @@ def test_tensorboard_follows_where_it_is_installed_and_is_refused_where_it_is_na
     make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name))
-    problem: Any = (network(), cross_entropy, *(users := make_users())[:1], users[1:], coterie.Alone())
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else real(name)
+    )
+    problem: Any = (
+        network(),
+        cross_entropy,
+        *(users := make_users())[:1],
+        users[1:],
+        coterie.Alone(),
+    )
     coterie.train(*problem, steps=2, out=tmp_path / "run")
     assert not (tmp_path / "run" / "tensorboard").exists()
-    with pytest.raises(KnobError, match="needs 'tensorboard', which is not installed; `pip install tensorboard`"):
+    with pytest.raises(
+        KnobError, match="needs 'tensorboard', which is not installed; `pip install tensorboard`"
+    ):
         coterie.train(*problem, steps=2, out=tmp_path / "named", trackers=["tensorboard"])
     assert not (tmp_path / "named").exists()

@@ -78,7 +78,9 @@ def test_without_a_validation_set_the_model_is_the_last() -> None:
 
 def test_the_start_may_be_the_best() -> None:
     run = coterie.train(
-        *(number(3.0), mse_loss, line([10.0, 10.0], validation=3.0), [], coterie.Alone()), steps=10, lr=0.1
+        *(number(3.0), mse_loss, line([10.0, 10.0], validation=3.0), [], coterie.Alone()),
+        steps=10,
+        lr=0.1,
     )
     assert run.best_step == 0
     assert the_number(run.model) == 3.0
@@ -86,11 +88,15 @@ def test_the_start_may_be_the_best() -> None:
 
 def test_what_is_passed_in_stays_as_it_is(make_users: Users) -> None:
     users = make_users()
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)
+    ).double()
     model[1].eval()
     before, modes = state_of(model), [module.training for module in model.modules()]
     random = torch.get_rng_state()
-    run = coterie.train(*(model, cross_entropy, users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)), steps=8)
+    run = coterie.train(
+        *(model, cross_entropy, users[0], users[1:], coterie.BiasCorrection(0.5, 0.1)), steps=8
+    )
     assert same(model.state_dict(), before)
     assert all(p.grad is None for p in model.parameters())
     assert [module.training for module in model.modules()] == modes
@@ -101,7 +107,9 @@ def test_what_is_passed_in_stays_as_it_is(make_users: Users) -> None:
 
 def test_the_same_seed_gives_the_same_bits(make_users: Users) -> None:
     users = make_users()
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)
+    ).double()
     results: list[tuple[dict[str, Tensor], Any]] = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(results))  # the global generator must not matter
@@ -124,7 +132,9 @@ class Engine:
 
     capabilities = Capabilities(rows=False)
 
-    def __init__(self, engine: coterie.InProcess, spoil: Callable[[str, int, Tensor], Tensor | None]) -> None:
+    def __init__(
+        self, engine: coterie.InProcess, spoil: Callable[[str, int, Tensor], Tensor | None]
+    ) -> None:
         self.engine, self.spoil, self.names = engine, spoil, engine.names
 
     def gradients(
@@ -134,10 +144,14 @@ class Engine:
         if not weights:
             return g
         assert g.rows is not None
-        answers = {name: self.spoil(name, step, row) for name, row in zip(g.names, g.rows, strict=True)}
+        answers = {
+            name: self.spoil(name, step, row) for name, row in zip(g.names, g.rows, strict=True)
+        }
         kept, names, left_out = receive(g.own, answers)
         peers, answered = weighted_sum(g.own, kept, [weights[name] for name in names])
-        return dataclasses.replace(g, peers=peers, rows=None, names=(), answered=answered, left_out=left_out)
+        return dataclasses.replace(
+            g, peers=peers, rows=None, names=(), answered=answered, left_out=left_out
+        )
 
     def traffic(self) -> dict[str, Traffic]:
         return {}
@@ -149,9 +163,13 @@ class Engine:
         return {"engine": "spoilt"}
 
 
-def spoilt_run(users: list[coterie.User], rule: Any, spoil: Any) -> tuple[dict[str, Tensor], coterie.Run]:
+def spoilt_run(
+    users: list[coterie.User], rule: Any, spoil: Any
+) -> tuple[dict[str, Tensor], coterie.Run]:
     model = network()
-    engine = Engine(coterie.InProcess(model, cross_entropy, users[0], users[1:], batch_size=4), spoil)
+    engine = Engine(
+        coterie.InProcess(model, cross_entropy, users[0], users[1:], batch_size=4), spoil
+    )
     last: dict[str, Tensor] = {}
     run = coterie.train(
         *(model, cross_entropy, users[0], users[1:], rule),
@@ -191,7 +209,9 @@ def test_all_peers_left_out_in_every_step_is_alone(make_users: Users, rule: Any)
     assert run.record.points[-1].left_out == 45
     assert run.record.points[-1].weight == 0
     assert all(f"{name} in 15 steps" in run.summary().splitlines()[-1] for name in ways)
-    assert [p.own_loss for p in run.record.points[1:]] == [p.own_loss for p in quiet.record.points[1:]]
+    assert [p.own_loss for p in run.record.points[1:]] == [
+        p.own_loss for p in quiet.record.points[1:]
+    ]
 
 
 def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:
@@ -237,7 +257,9 @@ def test_metrics(make_users: Users) -> None:
         return np.float32(0.5)
 
     run = coterie.train(
-        *(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=4, metrics={"shares": shares}
+        *(network(), cross_entropy, users[0], users[1:], coterie.Alone()),
+        steps=4,
+        metrics={"shares": shares},
     )
     assert run.record.points[-1].validation["shares"] == 0.5
     assert run.test.keys() == {"loss", "shares"}
@@ -248,7 +270,9 @@ def test_metrics(make_users: Users) -> None:
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_device(make_users: Users, device: Any) -> None:
     users = make_users()
-    run = coterie.train(*(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=2, device=device)
+    run = coterie.train(
+        *(network(), cross_entropy, users[0], users[1:], coterie.Alone()), steps=2, device=device
+    )
     assert run.record.configuration.engine["device"] == "cpu"
     assert next(run.model.parameters()).device.type == "cpu"
 
@@ -274,7 +298,13 @@ def test_a_gpu_gives_what_the_cpu_gives(make_users: Users, between: list[nn.Modu
 def test_summary_and_record(make_users: Users) -> None:
     users = make_users()
     run = coterie.train(
-        *(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5, {"peer 1": 1.0})),
+        *(
+            network(),
+            cross_entropy,
+            users[0],
+            users[1:],
+            coterie.WeightedAveraging(0.5, {"peer 1": 1.0}),
+        ),
         optimizer=torch.optim.SGD,
         lr=0.1,
         steps=10,
@@ -283,11 +313,20 @@ def test_summary_and_record(make_users: Users) -> None:
     )
     said, first, who, best, test, weight, constants = run.summary().splitlines()
     assert said == run.verdict.sentence == run.record.end.verdict
-    assert first == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"
+    assert (
+        first
+        == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"
+    )
     at_best = next(point for point in run.record.points if point.step == run.best_step)
     assert best.startswith(f"best at step {run.best_step} by validation loss: ")
-    assert f"loss {at_best.validation['loss']:.4g}, accuracy {at_best.validation['accuracy']:.4g}" in best
-    assert test == f"test: loss {run.test['loss']:.4g}, accuracy {run.test['accuracy']:.4g} (6 examples)"
+    assert (
+        f"loss {at_best.validation['loss']:.4g}, accuracy {at_best.validation['accuracy']:.4g}"
+        in best
+    )
+    assert (
+        test
+        == f"test: loss {run.test['loss']:.4g}, accuracy {run.test['accuracy']:.4g} (6 examples)"
+    )
     assert weight == "weight on peers in the last step: 0.5"
     assert constants.startswith("measured at the start: noise ")
     assert who == "most weight among peers: peer 1 1; no weight: peer 2, peer 3"
@@ -335,7 +374,8 @@ def test_a_deep_copy_of_a_run_is_independent(make_users: Users) -> None:
     with torch.no_grad():
         next(run.model.parameters()).zero_()
     assert next(twin.parameters()).any()
-    assert list(run.model.parameters())[1].any()  # parameters share no memory that another one's change reaches
+    # parameters share no memory that another one's change reaches
+    assert list(run.model.parameters())[1].any()
 
 
 def test_an_engine_made_for_a_run_is_closed_whatever_ends_it(tmp_path: Path) -> None:
@@ -353,5 +393,7 @@ def test_an_engine_made_for_a_run_is_closed_whatever_ends_it(tmp_path: Path) -> 
     with pytest.raises(KnobError, match="already holds a run"):  # before the first step
         coterie.train(model, loss, users[0], users[1:], rule, **settings)
     with pytest.raises(KnobError, match="unknown peer"):  # by the check of the rule
-        coterie.train(model, loss, users[0], users[1:], coterie.WeightedAveraging(0.5, {"b": 1.0}), **settings)
+        coterie.train(
+            model, loss, users[0], users[1:], coterie.WeightedAveraging(0.5, {"b": 1.0}), **settings
+        )
     assert len(closed) == 3

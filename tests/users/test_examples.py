@@ -33,8 +33,13 @@ def test_arrays_lists_and_tensors_are_the_same() -> None:
 
 
 def test_a_tensor_keeps_its_dtype() -> None:
-    user = coterie.User("a", torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.float16))
-    assert [tensor.dtype for tensor in user.batch(2, seed=0, step=0)] == [torch.float64, torch.float16]
+    user = coterie.User(
+        "a", torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.float16)
+    )
+    assert [tensor.dtype for tensor in user.batch(2, seed=0, step=0)] == [
+        torch.float64,
+        torch.float16,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
@@ -67,7 +72,9 @@ def test_datasets_are_read_when_needed_and_reproducibly() -> None:
     again = user.batch(5, seed=0, step=1)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], counting("a", 100).batch(5, seed=0, step=1)[1])
-    assert not torch.equal(first[0] - first[1][:, None], user.batch(5, seed=0, step=2)[0] - first[1][:, None])
+    assert not torch.equal(
+        first[0] - first[1][:, None], user.batch(5, seed=0, step=2)[0] - first[1][:, None]
+    )
     other = coterie.User.from_dataset("b", data).batch(100, seed=0, step=1)
     assert not torch.equal(user.batch(100, seed=0, step=1)[0], other[0])
 
@@ -109,11 +116,20 @@ class Triples(Lazy):
     [
         (("", [[1.0]], [0]), "name must be a non-empty string without control characters, got ''"),
         ((3, [[1.0]], [0]), "name must be a non-empty string without control characters, got 3"),
-        (("a", [[1.0], [2.0]], [0]), "user 'a' has 2 inputs but 1 targets; give one target for each"),
+        (
+            ("a", [[1.0], [2.0]], [0]),
+            "user 'a' has 2 inputs but 1 targets; give one target for each",
+        ),
         (("a", np.zeros((0, 2)), np.zeros(0)), "user 'a' has no examples; leave it out"),
-        (("a", [[1.0], [2.0]], [0.0, float("nan")]), r"target of user 'a' is NaN \(example 1\); drop"),
+        (
+            ("a", [[1.0], [2.0]], [0.0, float("nan")]),
+            r"target of user 'a' is NaN \(example 1\); drop",
+        ),
         (("a", [[1.0], [2.0]], [[0.0, 1.0], [float("nan"), 1.0]]), r"NaN \(example 1\)"),
-        (("a", [["x"], ["y"]], [0, 1]), "inputs of user 'a' cannot be made a tensor: .*; encode them as numbers"),
+        (
+            ("a", [["x"], ["y"]], [0, 1]),
+            "inputs of user 'a' cannot be made a tensor: .*; encode them as numbers",
+        ),
         (("a", [[1.0], [2.0, 3.0]], [0, 1]), "inputs of user 'a' cannot be made a tensor"),
         (("a", 1.0, [0]), "inputs of user 'a' must have one row an example, got a single number"),
     ],
@@ -139,4 +155,7 @@ def test_datasets_that_cannot_be_learned_from(data: Dataset[Any]) -> None:
 def test_items_that_are_not_pairs() -> None:
     inputs, targets = coterie.User.from_dataset("a", Triples(4)).batch(2, seed=0, step=0)
     assert [len(part) for part in (*inputs, targets)] == [2, 2, 2]
-    assert coterie.User.from_dataset("a", TensorDataset(torch.zeros(4, 1))).batch(2, seed=0, step=0)[1] == ()
+    assert (
+        coterie.User.from_dataset("a", TensorDataset(torch.zeros(4, 1))).batch(2, seed=0, step=0)[1]
+        == ()
+    )

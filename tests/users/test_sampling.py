@@ -28,13 +28,19 @@ def test_batches_are_splitmix_of_a_hash() -> None:
     wanted = [[[index(key, n, 5, step, p) for p in range(5)] for key, n in sizes] for step in steps]
     assert draw(keys, [50, 13], 5, steps).tolist() == wanted
     assert random_key(0, "a") == 0x1F404C7F32E8BB7
-    assert draw(keys[:1], [50], 5, [0, 1_000_000]).tolist() == [[[3, 11, 22, 32, 46]], [[7, 19, 29, 35, 43]]]
+    assert draw(keys[:1], [50], 5, [0, 1_000_000]).tolist() == [
+        [[3, 11, 22, 32, 46]],
+        [[7, 19, 29, 35, 43]],
+    ]
 
 
 def test_a_full_batch_is_in_order_and_a_coin_is_the_same_for_all() -> None:
     assert draw([random_key(0, "a")], [5], 5, steps=[3]).tolist() == [[[0, 1, 2, 3, 4]]]
     assert random_key(0, "a") == random_key(0, "a") != random_key(0, "b")
-    all_of_both = [BatchStream(random_key(0, "a"), 3, 3), BatchStream(random_key(0, "b"), 2, 2, first=3)]
+    all_of_both = [
+        BatchStream(random_key(0, "a"), 3, 3),
+        BatchStream(random_key(0, "b"), 2, 2, first=3),
+    ]
     assert IndexTable(all_of_both).row(7).tolist() == [0, 1, 2, 3, 4]
     assert uniform(0, "coin", 3) == uniform(0, "coin", 3) != uniform(0, "coin", 4)
 

@@ -31,7 +31,9 @@ class Items(Dataset[Any]):
 def test_parts_are_indexed_together() -> None:
     numbers = torch.arange(20)
     user = coterie.User(
-        "a", {"ids": numbers[:, None], "more": (numbers.float(), [numbers])}, {"y": numbers, "w": np.ones(20)}
+        "a",
+        {"ids": numbers[:, None], "more": (numbers.float(), [numbers])},
+        {"y": numbers, "w": np.ones(20)},
     )
     plain = coterie.User("a", numbers[:, None], numbers).batch(5, seed=3, step=4)
     inputs, targets = user.batch(5, seed=3, step=4)  # the same draw: by seed, user and step
@@ -94,9 +96,9 @@ def test_examples_of_unequal_size_train(rule: Any) -> None:
     model = MeanOfRows()
     x = torch.randn(4)
     together, apart = (
-        coterie.InProcess(model, f.cross_entropy, me, peers, batch_size=4, one_by_one=one).gradients(
-            x, 2, {"a": 0.5, "b": 0.25, "c": 0.25}
-        )
+        coterie.InProcess(
+            model, f.cross_entropy, me, peers, batch_size=4, one_by_one=one
+        ).gradients(x, 2, {"a": 0.5, "b": 0.25, "c": 0.25})
         for one in (False, True)
     )
     assert together.peers is not None
@@ -114,7 +116,9 @@ def test_what_cannot_be_stacked_says_how_to() -> None:
     with pytest.raises(DataError, match="an example holds 'text', which is no number"):
         coterie.User.from_dataset("a", Items(lambda _: ("text", 0))).batch(4, seed=0, step=0)
     with pytest.raises(DataError, match="an example has no 'label', its target; it has ids"):
-        coterie.User.from_dataset("a", Items(lambda i: {"ids": i}), target="label").batch(4, seed=0, step=0)
+        coterie.User.from_dataset("a", Items(lambda i: {"ids": i}), target="label").batch(
+            4, seed=0, step=0
+        )
     with pytest.raises(DataError, match=r"cannot be made a tensor: .*or give `collate`"):
         coterie.User("a", [[1.0], [1.0, 2.0]], [0, 1])
     with pytest.raises(DataError, match=r"the inputs of user 'a' have parts of 3 and 4 rows"):
@@ -136,7 +140,8 @@ def test_a_fingerprint_tells_data_sets_apart() -> None:
 
     assert of(lambda i: (torch.tensor([i]), 0)) == of(lambda i: (torch.tensor([i]), 0))
     assert of(lambda i: (torch.tensor([i]), 0)) != of(lambda i: (torch.tensor([i + 1]), 0))
-    assert of(lambda _: (torch.randn(2), 0)) == of(lambda _: (torch.randn(2), 0))  # its noise is seeded
+    # its noise is seeded
+    assert of(lambda _: (torch.randn(2), 0)) == of(lambda _: (torch.randn(2), 0))
     nested = {"a": torch.zeros(3), "b": torch.ones(3)}
     swapped = {"a": torch.ones(3), "b": torch.zeros(3)}
     assert coterie.User("a", nested).fingerprint() != coterie.User("a", swapped).fingerprint()

@@ -15,7 +15,13 @@ from coterie.users.sampling import MAX_STEPS_AHEAD
 def test_batch_depends_on_seed_name_and_step_alone() -> None:
     user = counting("a", 100)
     first = indices(user, 10, range(5))
-    for step in (3, 0, 4, 4, 1):  # in any order, any number of times, whatever the global generators do
+    for step in (
+        3,
+        0,
+        4,
+        4,
+        1,
+    ):  # in any order, any number of times, whatever the global generators do
         torch.manual_seed(step)
         np.random.seed(step)  # the global generator is what is meant
         assert np.array_equal(indices(user, 10, range(step, step + 1))[0], first[step])
@@ -82,4 +88,7 @@ def test_no_duplicates_when_the_size_divides(n: int, size: int) -> None:
 
 
 def test_a_fingerprint_is_of_the_examples_not_of_the_name() -> None:
-    assert coterie.User("a", [[1.0]], [0.5]).fingerprint() == coterie.User("b", [[1.0]], [0.5]).fingerprint()
+    assert (
+        coterie.User("a", [[1.0]], [0.5]).fingerprint()
+        == coterie.User("b", [[1.0]], [0.5]).fingerprint()
+    )

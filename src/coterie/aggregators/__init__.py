@@ -1,10 +1,12 @@
 """Robust aggregators: they combine several gradients into one, although some may be bad.
 
-An aggregator is a function of the peers' gradients, one a row; its knobs are fields: `Krum(n_byzantine=2)(rows)`.
-It replaces the weighted sum in `WeightedAveraging(aggregator=…)` and `BiasCorrection(aggregator=…)`.
+An aggregator is a function of the peers' gradients, one a row; its knobs are fields:
+`Krum(n_byzantine=2)(rows)`. It replaces the weighted sum in `WeightedAveraging(aggregator=…)` and
+`BiasCorrection(aggregator=…)`.
 
-No aggregator can do better than come near the mean of the good rows. Where those differ, a bad row can stay among
-them and do harm step after step. The guard protects user 0 from that harm; see `coterie.training.guard`.
+No aggregator can do better than come near the mean of the good rows. Where those differ, a bad row
+can stay among them and do harm step after step. The guard protects user 0 from that harm; see
+`coterie.training.guard`.
 """
 
 from coterie.aggregators.coordinates import CoordinateMedian, Mean, TrimmedMean
@@ -33,7 +35,8 @@ __all__ = [
 AGGREGATORS: Registry[type[Aggregator]] = Registry("aggregator", "coterie.aggregators")
 register_aggregator = AGGREGATORS.register
 
-_BAD = {"n_byzantine": FromRun(lambda run: (len(run.peers) - 1) // 2)}  # just less than half of the peers
+# just less than half of the peers
+_BAD = {"n_byzantine": FromRun(lambda run: (len(run.peers) - 1) // 2)}
 
 AGGREGATORS.register("mean", Mean, benchmark_settings=[])  # weighted averaging is the same
 AGGREGATORS.register("median", CoordinateMedian)

@@ -34,13 +34,15 @@ class CoordinateMedian(Aggregator):
         >>> CoordinateMedian()(torch.tensor([[0.0, 9.0], [1.0, 2.0], [1e30, 3.0]]))
         tensor([1., 3.])
 
-    Reference: Yin, Chen, Ramchandran and Bartlett, *Byzantine-Robust Distributed Learning* (2018), Definition 1.
+    Reference: Yin, Chen, Ramchandran and Bartlett, *Byzantine-Robust Distributed Learning* (2018),
+        Definition 1.
     """
 
     def of(self, points: Points) -> Tensor:
         """Return the median of every coordinate."""
         ordered = _sorted(points.rows)
-        return ordered[(len(points) - 1) // 2] / 2 + ordered[len(points) // 2] / 2  # the sum could overflow
+        # the sum could overflow
+        return ordered[(len(points) - 1) // 2] / 2 + ordered[len(points) // 2] / 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class TrimmedMean(Tolerant):
         >>> TrimmedMean(n_byzantine=1)(torch.tensor([[0.0], [1.0], [3.0], [1e30]]))
         tensor([2.])
 
-    Reference: Yin, Chen, Ramchandran and Bartlett, *Byzantine-Robust Distributed Learning* (2018), Definition 2.
+    Reference: Yin, Chen, Ramchandran and Bartlett, *Byzantine-Robust Distributed Learning* (2018),
+        Definition 2.
     """
 
     def of(self, points: Points) -> Tensor:
@@ -70,14 +73,17 @@ class TrimmedMean(Tolerant):
 def _sorted(rows: Tensor) -> list[Tensor]:
     """Return the rows with every coordinate in ascending order.
 
-    A sorting network compares whole rows. For few rows this is an order of magnitude faster than sorting each of
-    many short columns.
+    A sorting network compares whole rows. For few rows this is an order of magnitude faster than
+    sorting each of many short columns.
     """
     if len(rows) > 64 or rows.is_cuda:
         return list(rows.sort(0).values)
     ordered = list(rows)
     for i, j in _comparisons(len(rows)):
-        ordered[i], ordered[j] = torch.minimum(ordered[i], ordered[j]), torch.maximum(ordered[i], ordered[j])
+        ordered[i], ordered[j] = (
+            torch.minimum(ordered[i], ordered[j]),
+            torch.maximum(ordered[i], ordered[j]),
+        )
     return ordered
 
 

@@ -1,4 +1,7 @@
-"""Aggregators that use the distances between rows, computed from one Gram matrix: Krum, centred clipping."""
+"""Aggregators that use the distances between rows, computed from one Gram matrix.
+
+Krum, centred clipping.
+"""
 
 from dataclasses import dataclass
 
@@ -23,8 +26,10 @@ class Krum(Tolerant):
         >>> Krum(n_byzantine=1)(torch.tensor([[0.0], [1.0], [1.5], [1e30]]))
         tensor([1.])
 
-    Reference: Blanchard, El Mhamdi, Guerraoui and Stainer, *Machine Learning with Adversaries* (2017), with one
-    neighbour more than theirs (n − f − 2), as in Allouah et al., *Fixing by Mixing* (2023), and in `byzfl`.
+    Reference: Blanchard, El Mhamdi, Guerraoui and Stainer, *Machine Learning with Adversaries*
+        (2017), with one
+    neighbour more than theirs (n − f − 2), as in Allouah et al., *Fixing by Mixing* (2023), and in
+    `byzfl`.
     """
 
     uses_distances = True
@@ -60,7 +65,9 @@ class MultiKrum(Tolerant):
     def of(self, points: Points) -> Tensor:
         """Return the mean of the rows with the lowest scores."""
         f = self.bad(points)
-        return _mean_of_best(points, f, len(points) - f if self.m is None else min(self.m, len(points)))
+        return _mean_of_best(
+            points, f, len(points) - f if self.m is None else min(self.m, len(points))
+        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,9 @@ class CentredClipping(Aggregator):
 
         v ← v + (1/n) Σ (x_i − v) min(1, ρ / ‖x_i − v‖)
 
-    v is a combination of the rows, so its distances to them come from their Gram matrix. In the paper v is
-    carried from one training step to the next; here it starts from 0 each time and takes more iterations.
+    v is a combination of the rows, so its distances to them come from their Gram matrix. In the
+    paper v is carried from one training step to the next; here it starts from 0 each time and takes
+    more iterations.
 
     Args:
         radius: ρ, how far one row may move v in an iteration; about the distance between good rows.
@@ -81,7 +89,8 @@ class CentredClipping(Aggregator):
         >>> CentredClipping(radius=1.0, iterations=100)(torch.tensor([[2.0], [2.5], [1e30]]))
         tensor([2.7500])
 
-    Reference: Karimireddy, He and Jaggi, *Learning from History for Byzantine Robust Optimization* (2021),
+    Reference: Karimireddy, He and Jaggi, *Learning from History for Byzantine Robust Optimization*
+        (2021),
     Algorithm 2.
     """
 
@@ -114,7 +123,8 @@ class CentredClipping(Aggregator):
 
 def _mean_of_best(points: Points, f: int, m: int) -> Tensor:
     """Return the mean of the m points with the least sum of squared distances to their n − f − 1 nearest others."""
-    nearest = np.sort(points.distances(), axis=1)[:, : len(points) - f]  # the point itself is first, at 0
+    # the point itself is first, at 0
+    nearest = np.sort(points.distances(), axis=1)[:, : len(points) - f]
     weights = np.zeros(len(points))
     weights[nearest.sum(1).argsort(kind="stable")[:m]] = 1 / m
     return points.mean(weights)

@@ -19,10 +19,11 @@ class GeometricMedian(Aggregator):
 
         argmin_v Σ ‖v − x_i‖,   where the unit vectors from v to the rows sum to 0
 
-    It is a weighted mean of the rows, so the search is over n weights, and its cost is small beside that of the
-    Gram matrix. The row with the least sum of distances may be the median; its subgradient decides. Otherwise a
-    step of Vardi and Zhang leads from it to a point better than every row. From there each step is Newton's where
-    that halves the gradient, and Weiszfeld's otherwise.
+    It is a weighted mean of the rows, so the search is over n weights, and its cost is small beside
+    that of the Gram matrix. The row with the least sum of distances may be the median; its
+    subgradient decides. Otherwise a step of Vardi and Zhang leads from it to a point better than
+    every row. From there each step is Newton's where that halves the gradient, and Weiszfeld's
+    otherwise.
 
     Args:
         tolerance: the norm of the mean unit vector at which the search stops.
@@ -32,16 +33,19 @@ class GeometricMedian(Aggregator):
         >>> GeometricMedian()(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1e30, 1e30]]))
         tensor([0.5000, 0.5000])
 
-    Reference: Vardi and Zhang, *The multivariate L1-median and associated data depth* (2000); as an aggregator,
-    Pillutla, Kakade and Harchaoui, *Robust Aggregation for Federated Learning* (2022), where it is smoothed and
-    not converged.
+    Reference: Vardi and Zhang, *The multivariate L1-median and associated data depth* (2000); as an
+        aggregator,
+    Pillutla, Kakade and Harchaoui, *Robust Aggregation for Federated Learning* (2022), where it is
+    smoothed and not converged.
     """
 
     tolerance: float = 1e-8
     uses_distances = True
 
     def __post_init__(self) -> None:
-        real("lie between 0 and 1", lambda tolerance: 0 < tolerance < 1)("tolerance", self.tolerance)
+        real("lie between 0 and 1", lambda tolerance: 0 < tolerance < 1)(
+            "tolerance", self.tolerance
+        )
 
     def of(self, points: Points) -> Tensor:
         """Return the geometric median."""
@@ -51,7 +55,8 @@ class GeometricMedian(Aggregator):
         gram = points.gram
         about = gram - gram[start] - gram[:, [start]] + gram[start, start]
         np.fill_diagonal(about, squared[start])
-        with np.errstate(over="ignore", invalid="ignore"):  # a step of Newton's that is then not taken
+        # a step of Newton's that is then not taken
+        with np.errstate(over="ignore", invalid="ignore"):
             return points.mean(self._weights(about, start))
 
     def _weights(self, gram: FloatArray, start: int) -> FloatArray:
@@ -71,7 +76,8 @@ class GeometricMedian(Aggregator):
             else:  # also where Newton's step is not finite
                 weights = inverse / inverse.sum()
                 slope = _slope(gram, weights)
-        return np.asarray(slope[0] / slope[0].sum())  # a last step of Weiszfeld's: a mean of rows despite rounding
+        # a last step of Weiszfeld's: a mean of rows despite rounding
+        return np.asarray(slope[0] / slope[0].sum())
 
 
 def _away_from(gram: FloatArray, start: int) -> tuple[FloatArray, bool]:
@@ -92,14 +98,20 @@ def _slope(gram: FloatArray, weights: FloatArray) -> tuple[FloatArray, FloatArra
     """Return 1/distance of Σ w_i x_i to each row, the gradient of their sum as weights of rows, and its length."""
     inner = gram @ weights
     whole = weights @ inner
-    squares = np.maximum(gram.diagonal() - 2 * inner + whole, 1e-16 * (gram.diagonal() + whole) + 1e-300)
+    squares = np.maximum(
+        gram.diagonal() - 2 * inner + whole, 1e-16 * (gram.diagonal() + whole) + 1e-300
+    )
     inverse = 1 / np.sqrt(squares)
     gradient = inverse.sum() * weights - inverse
     return inverse, gradient, math.sqrt(max(float(gradient @ gram @ gradient), 0.0))
 
 
-def _newton(gram: FloatArray, weights: FloatArray, inverse: FloatArray, gradient: FloatArray) -> FloatArray:
-    """Return the weights after a step of Newton's; NaN where there is none, as for rows on one line.
+def _newton(
+    gram: FloatArray, weights: FloatArray, inverse: FloatArray, gradient: FloatArray
+) -> FloatArray:
+    """Return the weights after a step of Newton's.
+
+    NaN where there is none, as for rows on one line.
 
     The Hessian is Σ (I − r_i r_iᵀ)/d_i, r_i the unit vectors, here as it acts on weights of rows.
     """

@@ -1,4 +1,7 @@
-"""Preparation for an aggregator: rows are replaced by means of rows, so that good ones are more alike."""
+"""Preparation for an aggregator.
+
+Rows are replaced by means of rows, so that good ones are more alike.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -14,8 +17,8 @@ from coterie.arguments import COUNT
 class NearestNeighbourMixing(Tolerant):
     """Replace each row by the mean of its n − f nearest, itself among them, and aggregate those.
 
-    Where `then` uses distances too, those between the means come from the same Gram matrix, and the means are never
-    formed.
+    Where `then` uses distances too, those between the means come from the same Gram matrix, and the
+    means are never formed.
 
     Args:
         n_byzantine: f, how many rows may be bad; see `Tolerant`.
@@ -27,7 +30,8 @@ class NearestNeighbourMixing(Tolerant):
         >>> NearestNeighbourMixing(1, then=Krum(1))(torch.tensor([[0.0], [1.0], [2.0], [1e30]]))
         tensor([1.])
 
-    Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, *Fixing by Mixing* (2023), Algorithm 2.
+    Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, *Fixing by Mixing* (2023),
+        Algorithm 2.
     """
 
     then: Aggregator
@@ -38,7 +42,10 @@ class NearestNeighbourMixing(Tolerant):
         return max(super().least, self.then.least)
 
     def points(self, rows: Tensor) -> Points:
-        """Return the finite rows with their Gram matrix in float64: means of the same rows lie close together."""
+        """Return the finite rows with their Gram matrix in float64.
+
+        Means of the same rows lie close together.
+        """
         return Points.measured(rows, exactly=True)
 
     def of(self, points: Points) -> Tensor:
@@ -54,9 +61,9 @@ class NearestNeighbourMixing(Tolerant):
 class Bucketing(Aggregator):
     """Deal the rows into buckets at random, and aggregate the buckets' means.
 
-    The order depends on the seed and the rows' sums only. So it changes from step to step, a resumed run has the
-    same one, and a user who does not know the seed cannot choose it. A bad row spoils one bucket: as many
-    buckets may be bad as rows, and `then` must tolerate that share.
+    The order depends on the seed and the rows' sums only. So it changes from step to step, a
+    resumed run has the same one, and a user who does not know the seed cannot choose it. A bad row
+    spoils one bucket: as many buckets may be bad as rows, and `then` must tolerate that share.
 
     Args:
         size: rows a bucket; the last may have fewer.
@@ -69,7 +76,8 @@ class Bucketing(Aggregator):
         >>> Bucketing(size=2, then=CoordinateMedian())(torch.ones(5, 2))
         tensor([1., 1.])
 
-    Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing*
+    Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via
+        Bucketing*
     (2022), Algorithm 1.
     """
 
@@ -99,5 +107,7 @@ class Bucketing(Aggregator):
     def _order(self, points: Points) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return an order of the points that depends on the seed and the rows."""
         sums = points.base.sum(1).double().cpu().numpy()
-        digest = hashlib.blake2b(sums.tobytes(), key=str(self.seed).encode()[:64], digest_size=16).digest()
+        digest = hashlib.blake2b(
+            sums.tobytes(), key=str(self.seed).encode()[:64], digest_size=16
+        ).digest()
         return np.random.default_rng(int.from_bytes(digest, "little")).permutation(len(points))

@@ -1,4 +1,7 @@
-"""The aggregator contract, and the points it combines: finite rows or means of them, with their Gram matrix."""
+"""The aggregator contract, and the points it combines.
+
+Finite rows or means of them, with their Gram matrix.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -25,11 +28,15 @@ SAME = 1e-14
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """The vectors to combine: finite rows, or means of them, which are computed only where they are needed."""
+    """The vectors to combine.
+
+    Finite rows, or means of them, which are computed only where they are needed.
+    """
 
     base: Tensor  # the finite rows, of shape (n, d)
     left_out: int = 0  # how many rows were not finite
-    mix: FloatArray | None = None  # the weights that make points of rows, of shape (points, n); None: the rows
+    # the weights that make points of rows, of shape (points, n); None: the rows
+    mix: FloatArray | None = None
     known: FloatArray | None = None  # the points' Gram matrix, where it has been computed
 
     @classmethod
@@ -46,8 +53,8 @@ class Points:
     def measured(cls, rows: Tensor, *, exactly: bool = False) -> Self:
         """Return points that are the finite rows, with their Gram matrix.
 
-        The matrix is computed in float32 where that tells the rows apart, else, or if `exactly`, in float64. A row
-        that is not finite shows in its diagonal.
+        The matrix is computed in float32 where that tells the rows apart, else, or if `exactly`, in
+        float64. A row that is not finite shows in its diagonal.
         """
         if rows.numel() and rows.dtype != torch.float64 and not exactly:
             gram = _gram(rows, torch.float32)
@@ -88,9 +95,14 @@ class Points:
         return squared
 
     def mixed(self, weights: FloatArray) -> "Points":
-        """Return weighted means of these points; each row of the matrix holds the weights of one mean."""
+        """Return weighted means of these points.
+
+        Each row of the matrix holds the weights of one mean.
+        """
         gram = None if self.known is None else weights @ self.known @ weights.T
-        return Points(self.base, self.left_out, weights if self.mix is None else weights @ self.mix, gram)
+        return Points(
+            self.base, self.left_out, weights if self.mix is None else weights @ self.mix, gram
+        )
 
     def mean(self, weights: FloatArray) -> Tensor:
         """Return the weighted sum of the points."""
@@ -104,8 +116,9 @@ class Points:
 class Aggregator(ABC):
     """Combine several vectors into one that a few bad ones cannot move far: `aggregator(rows)`.
 
-    Rows that are not finite are left out first, and count among the `n_byzantine` bad ones. The result has the
-    dtype and device of the rows, which do not change. A subclass implements `of`, which combines the finite rows.
+    Rows that are not finite are left out first, and count among the `n_byzantine` bad ones. The
+    result has the dtype and device of the rows, which do not change. A subclass implements `of`,
+    which combines the finite rows.
     """
 
     uses_distances: ClassVar[bool] = False  # whether `of` needs the Gram matrix of the rows
@@ -136,8 +149,8 @@ class Tolerant(Aggregator):
     """An aggregator that is told how many rows may be bad.
 
     Args:
-        n_byzantine: f, how many rows may be bad, fewer than half. Where rows are missing it is lowered to what
-            the rest allows, so that no user can end a run by not answering.
+        n_byzantine: f, how many rows may be bad, fewer than half. Where rows are missing it is
+            lowered to what the rest allows, so that no user can end a run by not answering.
     """
 
     n_byzantine: int
@@ -158,7 +171,9 @@ class Tolerant(Aggregator):
 def _weighed(weights: FloatArray, rows: Tensor) -> Tensor:
     """Return weights times rows, in float32 at least: float16 would round the weights."""
     dtype = rows.dtype if rows.dtype == torch.float64 else torch.float32
-    return (torch.as_tensor(weights, dtype=dtype, device=rows.device) @ rows.to(dtype)).to(rows.dtype)
+    return (torch.as_tensor(weights, dtype=dtype, device=rows.device) @ rows.to(dtype)).to(
+        rows.dtype
+    )
 
 
 def _gram(rows: Tensor, dtype: torch.dtype) -> FloatArray:

@@ -35,7 +35,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells are asked for, as by the arguments of `run`; what trains alone is always among the methods."""
+    """Which cells are asked for, as by the arguments of `run`.
+
+    What trains alone is always among the methods.
+    """
 
     sets: Sequence[str | UserSet]
     methods: Sequence[str | Contender | Tool]
@@ -47,8 +50,12 @@ class Selection:
     def __post_init__(self) -> None:
         for option in ("sets", "methods", "conditions", "models"):
             if isinstance(value := getattr(self, option), str):
-                raise KnobError(f"`{option}` must be a list of names, got {value!r}; write `[{value!r}]`")
-        known = {model for user_set in self._sets.values() for model in user_set.makers} | set(MODELS)
+                raise KnobError(
+                    f"`{option}` must be a list of names, got {value!r}; write `[{value!r}]`"
+                )
+        known = {model for user_set in self._sets.values() for model in user_set.makers} | set(
+            MODELS
+        )
         for what, asked, there in (
             ("condition", self.conditions, list(CONDITIONS)),
             ("model", self.models or (), sorted(known)),
@@ -62,7 +69,8 @@ class Selection:
         for one in self.methods:
             if not isinstance(one, str | Contender | Tool):
                 raise KnobError(
-                    f"`methods` are names or contenders, got {one!r}; write `benchmark.Contender.of(name, rule)`"
+                    f"`methods` are names or contenders, got {one!r}; write"
+                    " `benchmark.Contender.of(name, rule)`"
                 )
         _ = self._contenders
 
@@ -88,7 +96,11 @@ class Selection:
         """Yield the cells, those of one task together; `data` is the folder of all data."""
         for name, user_set in self._sets.items():
             fitting = list(user_set.makers)
-            models = fitting[:1] if self.models is None else [model for model in fitting if model in self.models]
+            models = (
+                fitting[:1]
+                if self.models is None
+                else [model for model in fitting if model in self.models]
+            )
             people = load(user_set, data)
             users = candidates(people, user_set.own_examples)[: self.users]
             methods = [name for name, one in self._contenders.items() if one.fits(people)]
@@ -111,13 +123,15 @@ class Store:
         path = out / "settings.json"
         if path.exists():
             remedy = (
-                "delete it, if this command has the settings that the folder was begun with; or name another folder"
+                "delete it, if this command has the settings that the folder was begun with; or"
+                " name another folder"
             )
             before = files.read_json(path, remedy)
             for name, value in self.settings.items():
                 if before.get(name) != value:
                     raise KnobError(
-                        f"{out} was begun with {name} = {before.get(name)}, not {value}; name another folder"
+                        f"{out} was begun with {name} = {before.get(name)}, not {value}; name"
+                        " another folder"
                     )
         else:
             files.write_json(path, self.settings)
@@ -133,13 +147,30 @@ class Store:
     def rows(self) -> list[dict[str, Any]]:
         """Return all that is kept, a row a cell, in an order that does not depend on when it was measured."""
         rows = [_row(path) for path in self.cells.glob("*.json")]
-        orders = {"set": list(SETS), "model": list(MODELS), "condition": list(CONDITIONS), "method": names()}
-        places = {field: {name: i for i, name in enumerate(order)} for field, order in orders.items()}
+        orders = {
+            "set": list(SETS),
+            "model": list(MODELS),
+            "condition": list(CONDITIONS),
+            "method": names(),
+        }
+        places = {
+            field: {name: i for i, name in enumerate(order)} for field, order in orders.items()
+        }
 
         def place(row: dict[str, Any]) -> tuple[Any, ...]:
             # A name that is not registered comes last.
-            rank = {field: (order.get(row[field], len(order)), row[field]) for field, order in places.items()}
-            return (rank["set"], rank["model"], rank["condition"], row["user"], row["seed"], rank["method"])
+            rank = {
+                field: (order.get(row[field], len(order)), row[field])
+                for field, order in places.items()
+            }
+            return (
+                rank["set"],
+                rank["model"],
+                rank["condition"],
+                row["user"],
+                row["seed"],
+                rank["method"],
+            )
 
         return sorted(rows, key=place)
 

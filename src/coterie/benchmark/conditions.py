@@ -20,20 +20,32 @@ def honest(people: Population, me: str, peers: Sequence[str], rng: np.random.Gen
     return people, ()
 
 
-def wrong_labels(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
+def wrong_labels(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> Changed:
     """Give half of the peers (rounded down) wrong labels throughout, the same error for all."""
     wrong = sorted(rng.permutation(len(peers))[: len(peers) // 2].tolist())
     names = tuple(peers[k] for k in wrong)
     return _relabelled(people, names), names
 
 
-def permuted(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
-    """Shuffle the examples among the users, each keeping its number: nobody differs, and pooling is best."""
+def permuted(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> Changed:
+    """Shuffle the examples among the users, each keeping its number.
+
+    Nobody differs, and pooling is best.
+    """
     return replace(people, owners=rng.permutation(people.owners)), ()
 
 
-def stranger(people: Population, me: str, peers: Sequence[str], rng: np.random.Generator) -> Changed:
-    """Change user 0's labels, in training, validation and test alike: no peer resembles it, and alone is best."""
+def stranger(
+    people: Population, me: str, peers: Sequence[str], rng: np.random.Generator
+) -> Changed:
+    """Change user 0's labels, in training, validation and test alike.
+
+    No peer resembles it, and alone is best.
+    """
     return _relabelled(people, [me]), ()
 
 
@@ -46,7 +58,10 @@ CONDITIONS: Mapping[str, Condition] = {
 
 
 def _relabelled(people: Population, names: Sequence[str]) -> Population:
-    """Call class c of these users c + 1 (the last 0); in regression, mirror their targets at their mean."""
+    """Call class c of these users c + 1 (the last 0).
+
+    In regression, mirror their targets at their mean.
+    """
     targets: Numbers = people.targets.copy()
     for name in names:
         rows = people.rows(name)

@@ -13,7 +13,15 @@ from coterie.choosing import AdaptiveAveraging, MakesLearner
 from coterie.data import Task, digits_by_writer
 from coterie.recording.configuration import counted
 from coterie.recording.result import Comparison, Difference
-from coterie.reporting.charts import Bar, Interval, Points, bar_chart, bar_picture, interval_chart, line_chart
+from coterie.reporting.charts import (
+    Bar,
+    Interval,
+    Points,
+    bar_chart,
+    bar_picture,
+    interval_chart,
+    line_chart,
+)
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.verdict import Verdict, difference, judged
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
@@ -33,16 +41,25 @@ METHODS: Mapping[str, Callable[[Task], Rule | MakesLearner]] = {
     "wga": lambda task: WeightedAveraging(alpha=0.5),
     "bc": lambda task: BiasCorrection(alpha=len(task.peers) / (len(task.peers) + 1), beta=0.01),
 }
-"""By the names that `coterie train --rule` knows: the default; alone; on everybody's examples; the paper's two,
-weighted averaging with half the weight on the peers and bias correction with the paper's alpha, N/(N + 1)."""
+"""By the names that `coterie train --rule` knows.
+
+The default; alone; on everybody's examples; the paper's two,
+weighted averaging with half the weight on the peers and bias correction with the paper's alpha,
+N/(N + 1)."""
 
 EXPLANATION = (
-    "One writer of scikit-learn's digits is user 0 and has few examples of its own; the other 13 writer segments "
-    "are its peers. `adaptive`, the default, finds from the own examples whom to listen to and until when; "
-    "`alone` uses the own examples only, `pooled` everybody's alike; `wga` averages the own gradient and the "
-    "peers' half and half, `bc` averages and takes the peers' estimated bias away.",
-    "± is one standard error over seeds (other examples, initial weights and batches, the same writer); "
-    "differences are paired by seed. Every method has the step size of least validation loss among the same three.",
+    (
+        "One writer of scikit-learn's digits is user 0 and has few examples of its own; the other"
+        " 13 writer segments are its peers. `adaptive`, the default, finds from the own examples"
+        " whom to listen to and until when; `alone` uses the own examples only, `pooled`"
+        " everybody's alike; `wga` averages the own gradient and the peers' half and half, `bc`"
+        " averages and takes the peers' estimated bias away."
+    ),
+    (
+        "± is one standard error over seeds (other examples, initial weights and batches, the same"
+        " writer); differences are paired by seed. Every method has the step size of least"
+        " validation loss among the same three."
+    ),
 )
 
 
@@ -69,9 +86,18 @@ def results(me: int, own_examples: int, seeds: int, steps: int) -> Iterator[Resu
         torch.manual_seed(seed)
         model = mlp(task.n_inputs, task.n_outputs)
         for method, rule in METHODS.items():
-            options: dict[str, Any] = {"steps": steps, "seed": seed, "progress": False, "measure": False}
-            options |= {} if method == DEFAULT else {"guard": "off"}  # the others as they are, by themselves
-            tried = {lr: train(model, loss, task.me, task.peers, rule(task), lr=lr, **options) for lr in RATES}
+            options: dict[str, Any] = {
+                "steps": steps,
+                "seed": seed,
+                "progress": False,
+                "measure": False,
+            }
+            # the others as they are, by themselves
+            options |= {} if method == DEFAULT else {"guard": "off"}
+            tried = {
+                lr: train(model, loss, task.me, task.peers, rule(task), lr=lr, **options)
+                for lr in RATES
+            }
             lr = min(RATES, key=lambda lr: tried[lr].record.end.validation["loss"])
             yield _result(method, seed, lr, tried[lr])
 
@@ -92,11 +118,15 @@ def compared(results: Sequence[Result], method: str) -> Comparison:
         >>> {name: difference(one) for name, one in compared(rows, "bc").measures.items()}
         {'accuracy': '+0.25 ± 0', 'loss': '-0.25 ± 0'}
     """
-    ours, alone = ({one.seed: one for one in results if one.method == name} for name in (method, "alone"))
+    ours, alone = (
+        {one.seed: one for one in results if one.method == name} for name in (method, "alone")
+    )
     seeds = [seed for seed in ours if seed in alone]
     measures = {}
     for name, less_is_better in {"accuracy": False, "loss": True}.items():
-        pairs = np.array([[getattr(by[seed], f"test_{name}") for by in (ours, alone)] for seed in seeds])
+        pairs = np.array(
+            [[getattr(by[seed], f"test_{name}") for by in (ours, alone)] for seed in seeds]
+        )
         mine, theirs = pairs.mean(0).tolist() if seeds else (math.nan, math.nan)
         measures[name] = Difference(
             ours=mine,
@@ -105,22 +135,31 @@ def compared(results: Sequence[Result], method: str) -> Comparison:
             less_is_better=less_is_better,
         )
     return Comparison(
-        on=f"the test examples of {counted(len(seeds), 'seed')}", examples=len(seeds), measures=measures
+        on=f"the test examples of {counted(len(seeds), 'seed')}",
+        examples=len(seeds),
+        measures=measures,
     )
 
 
 def conclusion(results: Sequence[Result], me: int) -> Verdict:
     """Say whether the default rule's model is better than one trained alone."""
-    return judged(f"writer {me} by `{DEFAULT}`, the default rule,", compared(results, DEFAULT), "seed")
+    return judged(
+        f"writer {me} by `{DEFAULT}`, the default rule,", compared(results, DEFAULT), "seed"
+    )
 
 
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return a row for each method: mean test accuracy and loss, and their paired differences to Alone."""
+    """Return a row for each method.
+
+    Mean test accuracy and loss, and their paired differences to Alone.
+    """
     rows = []
     for method in dict.fromkeys(result.method for result in results):
         row: dict[str, Any] = {"method": method}
         for name, one in compared(results, method).measures.items():
-            values = [getattr(result, f"test_{name}") for result in results if result.method == method]
+            values = [
+                getattr(result, f"test_{name}") for result in results if result.method == method
+            ]
             row[name] = f"{np.mean(values):.3f}"
             row[f"{name}, against alone"] = "" if method == "alone" else difference(one)
         rows.append(row)
@@ -128,33 +167,65 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def write_demo_page(out: Path, me: int, title: str, results: Sequence[Result]) -> Path:
-    """Write a page that begins with the conclusion, and the picture `whom.svg`; return the page's path."""
+    """Write a page that begins with the conclusion, and the picture `whom.svg`.
+
+    Return the page's path.
+    """
     said = conclusion(results, me)
     tiles = [Tile(f"{name}, against alone", difference(one)) for name, one in said.measures.items()]
-    others = [method for method in METHODS if method != "alone" and any(r.method == method for r in results)]
-    charts = [_intervals(name, {method: compared(results, method) for method in others}) for name in said.measures]
+    others = [
+        method
+        for method in METHODS
+        if method != "alone" and any(r.method == method for r in results)
+    ]
+    charts = [
+        _intervals(name, {method: compared(results, method) for method in others})
+        for name in said.measures
+    ]
     rates = [
         {"method": m, **{f"seed {r.seed}": f"{r.lr:g}" for r in results if r.method == m}}
         for m in dict.fromkeys(r.method for r in results)
     ]
-    heard = "Shares of the peers' weight, the mean over seeds; none where the model trained alone was served."
+    heard = (
+        "Shares of the peers' weight, the mean over seeds; none where the model trained alone was"
+        " served."
+    )
     sections = [
-        Section("Beside training alone", ["Right of the mark is better."], [table(results)], charts=charts),
+        Section(
+            "Beside training alone",
+            ["Right of the mark is better."],
+            [table(results)],
+            charts=charts,
+        ),
         Section(f"Whom writer {me} listens to", [heard], charts=[bar_chart(whom(results), heard)]),
         Section("What was done", EXPLANATION, folded=True),
-        Section("Learning curves", ["Loss on validation examples."], charts=[_curves(results)], folded=True),
+        Section(
+            "Learning curves",
+            ["Loss on validation examples."],
+            charts=[_curves(results)],
+            folded=True,
+        ),
         Section("Step sizes", tables=[rates], folded=True),
     ]
-    (out / "whom.svg").write_text(bar_picture(whom(results), f"Whom writer {me} listens to"), encoding="utf-8")
-    return write_page(out / "index.html", title, sections, lead=Lead(said.sentence, "", said.finding, tiles))
+    (out / "whom.svg").write_text(
+        bar_picture(whom(results), f"Whom writer {me} listens to"), encoding="utf-8"
+    )
+    return write_page(
+        out / "index.html", title, sections, lead=Lead(said.sentence, "", said.finding, tiles)
+    )
 
 
 def whom(results: Sequence[Result]) -> list[Bar]:
     """Return the mean share of each peer in what the default rule serves, the largest first."""
     by_run = [result.weights for result in results if result.method == DEFAULT]
     names = dict.fromkeys(name for weights in by_run for name in weights)
-    shares = {name: sum(weights.get(name, 0.0) for weights in by_run) / len(by_run) for name in names}
-    return [Bar(name, share, f"{share:.1%}") for name, share in sorted(shares.items(), key=lambda one: -one[1])]
+    shares = {
+        name: sum(weights.get(name, 0.0) for weights in by_run) / len(by_run) for name in names
+    }
+    return [
+        Bar(name, share, f"{share:.1%}")
+        for name, share in sorted(shares.items(), key=lambda one: -one[1])
+    ]
 
 
 def _intervals(measure: str, compared: Mapping[str, Comparison]) -> str:

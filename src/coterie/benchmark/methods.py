@@ -1,4 +1,7 @@
-"""The methods compared: registered rules, methods and aggregators, and what the benchmark makes of them itself."""
+"""The methods compared.
+
+Registered rules, methods and aggregators, and what the benchmark makes of them itself.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,29 +22,50 @@ ROBUST = "wga-"
 _ADAPTIVE = tuple(s for s in schedules(Knobs(RULES.entry("adaptive"))) if not s.tail_average)
 _POOLED = Setting(Knobs(RULES.entry("pooled")))
 _PLAIN = {
-    name: Setting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True) for name in ("alone", "pooled")
+    name: Setting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True)
+    for name in ("alone", "pooled")
 }
 _AUTO = {"alpha": "auto", "beta": "auto"}
 
 VARIANTS: Mapping[str, tuple[Setting, ...]] = {
     "fine-tuned": schedules(Knobs(RULES.entry("alone")), start=_POOLED)[:3],
-    **{f"wga-{alpha:g}": (Setting(Knobs(RULES.entry("wga"), {"alpha": alpha})),) for alpha in ALPHAS},
+    **{
+        f"wga-{alpha:g}": (Setting(Knobs(RULES.entry("wga"), {"alpha": alpha})),)
+        for alpha in ALPHAS
+    },
     "adaptive": _ADAPTIVE,
-    "adaptive-guarded": tuple(replace(setting, options={"guard": "held-out"}) for setting in _ADAPTIVE),
-    **{f"{name}-plain": (each, replace(each, lr_schedule="decreasing")) for name, each in _PLAIN.items()},
+    "adaptive-guarded": tuple(
+        replace(setting, options={"guard": "held-out"}) for setting in _ADAPTIVE
+    ),
+    **{
+        f"{name}-plain": (each, replace(each, lr_schedule="decreasing"))
+        for name, each in _PLAIN.items()
+    },
     "wga-auto": (Setting(Knobs(RULES.entry("wga"), {"alpha": "auto"})),),
     "bc-auto": (Setting(Knobs(RULES.entry("bc"), _AUTO)),),
 }
 """Settings by name that are not those of one registered thing.
 
-`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive` averages points by
-itself, so its tail is not averaged again; `adaptive-guarded` may serve the model trained alone, by validation
-loss. `alone-plain` and `pooled-plain` take plain steps as methods do: what a method gains or loses beside them is
-not Adam's. `…-auto`: knobs by theory and measured constants."""
+`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive`
+averages points by itself, so its tail is not averaged again; `adaptive-guarded` may serve the model
+trained alone, by validation loss. `alone-plain` and `pooled-plain` take plain steps as methods do:
+what a method gains or loses beside them is not Adam's. `…-auto`: knobs by theory and measured
+constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
-DEFAULT += ("adaptive", "adaptive-guarded", "bc", "alone-plain", "pooled-plain", MIXTURE.name, *TOOLS)
-"""What `coterie bench` compares if nothing else is asked for: minutes of work, where all take hours."""
+DEFAULT += (
+    "adaptive",
+    "adaptive-guarded",
+    "bc",
+    "alone-plain",
+    "pooled-plain",
+    MIXTURE.name,
+    *TOOLS,
+)
+"""What `coterie bench` compares if nothing else is asked for.
+
+Minutes of work, where all take hours.
+"""
 
 
 def names() -> list[str]:
@@ -58,8 +82,8 @@ def names() -> list[str]:
 def contender(name: str) -> Contender | Tool:
     """Return what is compared under a name: settings of coterie to choose from, or a plain tool.
 
-    A rule that says nothing of its `benchmark_settings` is tried with four schedules of the optimizer, a method
-    with two: each then has as many settings to choose from as the others.
+    A rule that says nothing of its `benchmark_settings` is tried with four schedules of the
+    optimizer, a method with two: each then has as many settings to choose from as the others.
 
     Example:
         >>> from coterie.registry import RunFacts
@@ -76,7 +100,9 @@ def contender(name: str) -> Contender | Tool:
         rule = RULES.entry(name)
         if rule.benchmark_settings is None:
             return Contender(name, schedules(Knobs(rule)))
-        return Contender(name, tuple(Setting(Knobs(rule, knobs)) for knobs in rule.benchmark_settings))
+        return Contender(
+            name, tuple(Setting(Knobs(rule, knobs)) for knobs in rule.benchmark_settings)
+        )
     if name in METHODS:
         return Contender(name, _plain(METHODS.entry(name)))
     return Contender(name, _robust(AGGREGATORS.entry(name.removeprefix(ROBUST))))
@@ -86,7 +112,9 @@ def _plain(method: Entry[Any]) -> tuple[Setting, ...]:
     if method.benchmark_settings is None:
         constant = Setting(Knobs(method), lrs=PLAIN_RATES)
         return (constant, replace(constant, lr_schedule="decreasing"))
-    return tuple(Setting(Knobs(method, knobs), lrs=PLAIN_RATES) for knobs in method.benchmark_settings)
+    return tuple(
+        Setting(Knobs(method, knobs), lrs=PLAIN_RATES) for knobs in method.benchmark_settings
+    )
 
 
 def _robust(aggregator: Entry[Any]) -> tuple[Setting, ...]:

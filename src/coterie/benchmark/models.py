@@ -40,8 +40,8 @@ class Elman(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent network over characters: at every place the logits of the next one.
 
-    It steps through a cell, from input and state to the next state, that `torch.func` can map over users, as it
-    cannot `nn.RNN` and `nn.GRU`.
+    It steps through a cell, from input and state to the next state, that `torch.func` can map over
+    users, as it cannot `nn.RNN` and `nn.GRU`.
     """
 
     def __init__(self, n_characters: int, cell: nn.Module, width: int = 32) -> None:

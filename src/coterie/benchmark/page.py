@@ -30,19 +30,28 @@ if TYPE_CHECKING:
 
 
 def write_results(store: Store, out: Path) -> "pd.DataFrame":
-    """Write `results.parquet`, `results.json` and `index.html` from all cells in the store; return the rows."""
+    """Write `results.parquet`, `results.json` and `index.html` from all cells in the store.
+
+    Return the rows.
+    """
     frame = table(store.rows())
     files.write(out / "results.parquet", frame.to_parquet(index=False))
     parts = {"rows": frame, "summary": summary(frame), "overall": overall(frame)}
     parts["conditions"] = by_condition(frame)
-    plain = {name: json.loads(part.to_json(orient="records", double_precision=15)) for name, part in parts.items()}
+    plain = {
+        name: json.loads(part.to_json(orient="records", double_precision=15))
+        for name, part in parts.items()
+    }
     files.write_json(out / "results.json", {"settings": store.settings} | plain)
     _write_page(out / "index.html", store, parts["summary"], parts["overall"], parts["conditions"])
     return frame
 
 
 def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
-    """Return a row a method: of how many sets and conditions, in how many better, worse, near the best."""
+    """Return a row a method.
+
+    Of how many sets and conditions, in how many better, worse, near the best.
+    """
     return [
         {
             "method": row["method"],
@@ -71,66 +80,102 @@ def conclusion(totals: "pd.DataFrame") -> str:
         f"{int(totals['places'].max())} sets and conditions."
     )
     if best["users"] == best["places"]:
-        return f"{most} With one user each there are no standard errors: no method can be called better or worse."
+        return (
+            f"{most} With one user each there are no standard errors: no method can be called"
+            " better or worse."
+        )
     beside = (
         ""
         if len(first) > 1
         else (
-            f" It is better than the best Alone by {SIGNIFICANT:g} standard errors "
-            f"in {best['better']} and worse in {best['worse']}; chance would show {best['by_chance']:.1f} of each."
+            f" It is better than the best Alone by {SIGNIFICANT:g} standard errors in"
+            f" {best['better']} and worse in {best['worse']}; chance would show"
+            f" {best['by_chance']:.1f} of each."
         )
     )
     wins = totals[totals["method"].isin(TOOLS) & (totals["best"] > 0)]
     where = ", ".join(f"`{row['method']}` in {row['best']}" for row in wins.to_dict("records"))
-    return f"{most}{beside} {f'Plain tools have the highest mean: {where}.' if where else 'No plain tool wins.'}"
+    return (
+        f"{most}{beside}"
+        f" {f'Plain tools have the highest mean: {where}.' if where else 'No plain tool wins.'}"
+    )
 
 
 def over_sets(conditions: "pd.DataFrame", name: str = "difference") -> list[dict[str, Any]]:
-    """Return a row a method: a mean difference over the sets in each condition, errors between sets."""
+    """Return a row a method.
+
+    A mean difference over the sets in each condition, errors between sets.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for row in conditions.to_dict("records"):
-        rows.setdefault(row["method"], {"method": row["method"]})[row["condition"]] = _number(row, name, "+.3f")
+        rows.setdefault(row["method"], {"method": row["method"]})[row["condition"]] = _number(
+            row, name, "+.3f"
+        )
     return list(rows.values())
 
 
 def _by_place(means: "pd.DataFrame") -> list[dict[str, Any]]:
-    """Return a row a set, model and condition: the best Alone's score, and each method's difference to it."""
+    """Return a row a set, model and condition.
+
+    The best Alone's score, and each method's difference to it.
+    """
     rows = []
     methods = list(means["method"].unique())
     for place, part in means.groupby(PLACE, sort=False):
         of = {row["method"]: row for row in part.to_dict("records")}
         best = next(iter(of.values()))["best_alone"]
-        row = dict(zip(PLACE, place, strict=True)) | {"best alone": _number(of[best], "score", ".3f")}
-        rows.append(row | {m: _number(of[m], "difference", "+.3f") if m in of else "" for m in methods})
+        row = dict(zip(PLACE, place, strict=True)) | {
+            "best alone": _number(of[best], "score", ".3f")
+        }
+        rows.append(
+            row | {m: _number(of[m], "difference", "+.3f") if m in of else "" for m in methods}
+        )
     return rows
 
 
 def _write_page(
-    path: Path, store: Store, means: "pd.DataFrame", totals: "pd.DataFrame", conditions: "pd.DataFrame"
+    path: Path,
+    store: Store,
+    means: "pd.DataFrame",
+    totals: "pd.DataFrame",
+    conditions: "pd.DataFrame",
 ) -> Path:
     from coterie.reporting.page import Lead, Section, write_page
 
     compared = int((means["method"] != means["best_alone"]).sum())
-    users, seeds = (counted(int(means[name].max()), name.removesuffix("s")) for name in ("users", "seeds"))
+    users, seeds = (
+        counted(int(means[name].max()), name.removesuffix("s")) for name in ("users", "seeds")
+    )
     text = [
-        f"Users of real data sets (up to {users} a set, {seeds}) with few examples each learn a model with their "
-        "peers' gradients. The score is the accuracy on the user's test examples, or −RMSE in standard deviations "
-        "of all targets.",
-        f"Every method chooses among at most {BUDGET} settings by the loss on the user's validation examples, step "
-        f"sizes included: {', '.join(map(str, RATES))} of Adam, {', '.join(map(str, PLAIN_RATES))} of plain steps. "
-        f"User 0 computes {store.steps} gradients in a run. The test examples are used once, with the chosen "
-        "setting.",
-        "Plain tools (sklearn-…) are ridge or logistic regression and boosted trees by scikit-learn, on the user's "
-        "training and validation rows together and on the peers' rows. The best Alone of a set and condition is "
-        f"that of {' and '.join(f'`{name}`' for name in ALONE)} with the higher mean score; for the log loss, with "
-        "the lower mean loss.",
-        "± is one standard error over users, seeds averaged within each; over all sets it is one between sets. "
-        "Differences to the best Alone are paired. Better and worse: by more than "
-        f"{SIGNIFICANT:g} standard errors; beside it how often chance would show that on each side. Corrected: "
-        f"better/worse where all {compared} comparisons of this page together may err by chance with {LEVEL:.0%}. "
-        "Near best: the best method in a set and condition, or behind it by at most one standard error of the "
-        "difference. Harmed: users whose test examples put them below the best Alone by more than "
-        f"{HARMED:g} standard errors, beside it how many chance would show. Settings: how many each chose from.",
+        (
+            f"Users of real data sets (up to {users} a set, {seeds}) with few examples each learn a"
+            " model with their peers' gradients. The score is the accuracy on the user's test"
+            " examples, or −RMSE in standard deviations of all targets."
+        ),
+        (
+            f"Every method chooses among at most {BUDGET} settings by the loss on the user's"
+            f" validation examples, step sizes included: {', '.join(map(str, RATES))} of Adam,"
+            f" {', '.join(map(str, PLAIN_RATES))} of plain steps. User 0 computes {store.steps}"
+            " gradients in a run. The test examples are used once, with the chosen setting."
+        ),
+        (
+            "Plain tools (sklearn-…) are ridge or logistic regression and boosted trees by"
+            " scikit-learn, on the user's training and validation rows together and on the peers'"
+            " rows. The best Alone of a set and condition is that of"
+            f" {' and '.join(f'`{name}`' for name in ALONE)} with the higher mean score; for the"
+            " log loss, with the lower mean loss."
+        ),
+        (
+            "± is one standard error over users, seeds averaged within each; over all sets it is"
+            " one between sets. Differences to the best Alone are paired. Better and worse: by"
+            f" more than {SIGNIFICANT:g} standard errors; beside it how often chance would show"
+            f" that on each side. Corrected: better/worse where all {compared} comparisons of this"
+            f" page together may err by chance with {LEVEL:.0%}. Near best: the best method in a"
+            " set and condition, or behind it by at most one standard error of the difference."
+            " Harmed: users whose test examples put them below the best Alone by more than"
+            f" {HARMED:g} standard errors, beside it how many chance would show. Settings: how many"
+            " each chose from."
+        ),
     ]
     loss = over_sets(conditions, "loss_difference")
     sections = [
@@ -169,7 +214,9 @@ def _everything(means: "pd.DataFrame") -> list[dict[str, Any]]:
             "loss": f"{row['loss']:.3f}",
             "wins/ties/losses": f"{row['wins']}/{row['ties']}/{row['losses']}",
             "harmed": row["harmed"],
-            "weight on wrong peers": "" if math.isnan(row["wrong_weight"]) else f"{row['wrong_weight']:.3f}",
+            "weight on wrong peers": (
+                "" if math.isnan(row["wrong_weight"]) else f"{row['wrong_weight']:.3f}"
+            ),
             "settings": f"{row['settings']:.0f}",
             "seconds": f"{row['seconds']:.1f}",
         }

@@ -20,8 +20,8 @@ class Population:
     """The examples of many users.
 
     Args:
-        inputs: one row an example: a tensor that goes into a model as it is (bytes are scaled to [0, 1]), or a
-            table whose columns are prepared with user 0's statistics.
+        inputs: one row an example: a tensor that goes into a model as it is (bytes are scaled to
+            [0, 1]), or a table whose columns are prepared with user 0's statistics.
         targets: class numbers from 0, of one or more dimensions, or real numbers.
         owners: the name of the user of each row.
         n_classes: the number of classes; 0 in regression.
@@ -64,4 +64,6 @@ class Population:
             inputs: Tensor | pd.DataFrame = self.inputs[torch.from_numpy(rows)]
         else:
             inputs = self.inputs.iloc[rows].reset_index(drop=True)
-        return type(self)(inputs, self.targets[rows], self.owners[rows], self.n_classes, self.categorical)
+        return type(self)(
+            inputs, self.targets[rows], self.owners[rows], self.n_classes, self.categorical
+        )

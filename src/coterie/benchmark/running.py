@@ -42,9 +42,12 @@ def run(
     data: Path | str | None = None,
     jobs: int = 1,
 ) -> "pd.DataFrame":
-    """Compare methods on the users of data sets; write cells, results and a page, and return a row for each cell.
+    """Compare methods on the users of data sets.
 
-    What is in `out` already is not measured again. With several processes, sets and methods of one's own must be
+    Write cells, results and a page, and return a row for each cell.
+
+    What is in `out` already is not measured again. With several processes, sets and methods of
+    one's own must be
     importable: defined in a module, not in a notebook.
 
     Args:
@@ -81,13 +84,15 @@ def measure_cells(
 ) -> Generator[list[Cell], None, None]:
     """Measure the cells that are not in the store, and yield those of one task when they are.
 
-    The cells of one task stand together. Each is in the store as soon as it is finished. What is measured does not
-    depend on `jobs`, how many processes to use; 1 is this one.
+    The cells of one task stand together. Each is in the store as soon as it is finished. What is
+    measured does not depend on `jobs`, how many processes to use; 1 is this one.
     """
     if jobs < 1:
         raise KnobError(f"`jobs` must be at least 1, got {jobs}")
     left = [cell for cell in cells if cell not in store]
-    tasks = [list(of_task) for _, of_task in groupby(left, key=lambda cell: replace(cell, method=""))]
+    tasks = [
+        list(of_task) for _, of_task in groupby(left, key=lambda cell: replace(cell, method=""))
+    ]
     if jobs == 1:
         for of_task in tasks:
             measure_task(of_task, selection, store, data)
@@ -97,7 +102,9 @@ def measure_cells(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(tasks) or 1), context, initializer=_prepare_process)
     try:
-        futures = {pool.submit(measure_task, of_task, selection, store, data): of_task for of_task in tasks}
+        futures = {
+            pool.submit(measure_task, of_task, selection, store, data): of_task for of_task in tasks
+        }
         for future in as_completed(futures):
             future.result()
             yield futures[future]
@@ -110,16 +117,22 @@ def measure_cells(
     pool.shutdown()
 
 
-def measure_task(cells: Sequence[Cell], selection: Selection, store: Store, data: Path | None) -> None:
+def measure_task(
+    cells: Sequence[Cell], selection: Selection, store: Store, data: Path | None
+) -> None:
     """Measure the cells of one task, all settings that can be trained at once together, and keep each."""
     first, user_set = cells[0], selection.user_set(cells[0].set)
     few = {"own_examples": user_set.own_examples, "most_peers": user_set.most_peers}
-    task = task_of(load(user_set, data), first.user, **few, condition=first.condition, seed=first.seed)
+    task = task_of(
+        load(user_set, data), first.user, **few, condition=first.condition, seed=first.seed
+    )
     with seeded(first.seed, "model", 0):
         model = user_set.makers[first.model](task.n_inputs, task.n_outputs)
     tuning = Tuning(task, model, steps=store.steps, batch_size=user_set.batch_size, seed=first.seed)
     contenders = {cell: selection.contender(cell.method) for cell in cells}
-    tuning.prepare([s for one in contenders.values() if isinstance(one, Contender) for s in one.settings])
+    tuning.prepare(
+        [s for one in contenders.values() if isinstance(one, Contender) for s in one.settings]
+    )
     counts = {"own_examples": len(task.me), "peers": len(task.peers)}
     for cell, one in contenders.items():
         outcome = one.outcome(task) if isinstance(one, Tool) else tuning.outcome(one.settings)

@@ -16,7 +16,10 @@ PLAIN_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """The step sizes of plain gradient steps that a method of `coterie.methods` is tried at."""
 
 BUDGET = 12
-"""How many settings, step sizes included, a method may try and choose from by validation: the same for all."""
+"""How many settings, step sizes included, a method may try and choose from by validation.
+
+The same for all.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class Knobs:
     def label(self, run: RunFacts) -> str:
         """Name the knobs and their values."""
         values = {k: v.value(run) if isinstance(v, FromRun) else v for k, v in self.values.items()}
-        return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        return ", ".join(
+            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +72,21 @@ class Setting:
     tail_average: bool = False  # take the mean of the parameters over the last half of the steps
     weight_decay: float = 0.0  # Adam's, on all parameters
     plain_steps: bool = False  # of gradient descent, as methods take them, in the place of Adam's
-    start: "Setting | None" = None  # another setting, whose model at its best step size is the one to start from
+    # another setting, whose model at its best step size is the one to start from
+    start: "Setting | None" = None
     lrs: tuple[float, ...] = RATES  # the step sizes that it is tried at
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of `train`; no guard unless named here
+    # of `train`; no guard unless named here
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def label(self, run: RunFacts) -> str:
         """Name the setting in the results."""
         schedule = "tail averaged" if self.tail_average else f"{self.lr_schedule} steps"
         plain = "plain" if self.plain_steps else ""
         return ", ".join(
-            filter(None, [self.make.label(run), plain, "weight decay" if self.weight_decay else schedule])
+            filter(
+                None,
+                [self.make.label(run), plain, "weight decay" if self.weight_decay else schedule],
+            )
         )
 
 
@@ -102,7 +112,9 @@ class Contender:
     def of(cls, name: str, *each: Any) -> Self:
         """Return a contender that tries each of these rules or methods at the usual step sizes."""
         if not each:
-            raise KnobError(f"the contender {name!r} has nothing to try; name a rule or a method, or several")
+            raise KnobError(
+                f"the contender {name!r} has nothing to try; name a rule or a method, or several"
+            )
         return cls(name, tuple(Setting(Fixed(thing), lrs=usual_rates(thing)) for thing in each))
 
 

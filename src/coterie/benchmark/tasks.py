@@ -20,7 +20,8 @@ class SetTask(Task):
     """The task of one user of a population."""
 
     wrong: tuple[str, ...]  # the names of the peers whose labels are wrong
-    spread: float  # the standard deviation of all targets in the units that they have here; 1 for classes
+    # the standard deviation of all targets in the units that they have here; 1 for classes
+    spread: float
 
 
 def candidates(people: Population, own_examples: int) -> list[str]:
@@ -39,14 +40,21 @@ def candidates(people: Population, own_examples: int) -> list[str]:
 
 
 def task_of(
-    people: Population, me: str, *, own_examples: int, most_peers: int, condition: str = "honest", seed: int = 0
+    people: Population,
+    me: str,
+    *,
+    own_examples: int,
+    most_peers: int,
+    condition: str = "honest",
+    seed: int = 0,
 ) -> SetTask:
     """Return the task of one user: its examples in three parts, and its peers with all theirs.
 
-    Of user 0's examples `own_examples` are to learn from; as many, but at most half of the rest, are for
-    validation; all others for test. Classes are in equal shares where there are enough of each. The columns
-    of a table are prepared with statistics of the examples to learn from alone. User 0 has at most `most_peers`
-    peers, each with `own_examples` or more; the seed says which examples and peers those are.
+    Of user 0's examples `own_examples` are to learn from; as many, but at most half of the rest,
+    are for validation; all others for test. Classes are in equal shares where there are enough of
+    each. The columns of a table are prepared with statistics of the examples to learn from alone.
+    User 0 has at most `most_peers` peers, each with `own_examples` or more; the seed says which
+    examples and peers those are.
 
     Example:
         >>> owners = np.repeat(["a", "b", "c"], 40)
@@ -56,17 +64,21 @@ def task_of(
         (User('a', 10 examples), 10, 20, 2, 1)
     """
     if condition not in CONDITIONS:
-        raise KnobError(f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}")
+        raise KnobError(
+            f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}"
+        )
     if me not in candidates(people, own_examples):
         raise DataError(
-            f"user {me!r} cannot be user 0: it needs {2 * own_examples} examples of several classes; "
-            "take another, or fewer own examples"
+            f"user {me!r} cannot be user 0: it needs {2 * own_examples} examples of several"
+            " classes; take another, or fewer own examples"
         )
     # One generator a choice, so that peers and parts are the same in all conditions.
     choice, change, split = (
         np.random.default_rng(random_key(seed, f"{me}/{use}")) for use in ("peers", "data", "parts")
     )
-    others = [name for name in people.names if name != me and _can_learn(people, name, own_examples)]
+    others = [
+        name for name in people.names if name != me and _can_learn(people, name, own_examples)
+    ]
     peers = [others[i] for i in sorted(choice.permutation(len(others))[:most_peers].tolist())]
     people = people.take(np.sort(np.concatenate([people.rows(name) for name in (me, *peers)])))
     changed, wrong = CONDITIONS[condition](people, me, peers, change)
@@ -87,7 +99,9 @@ def _can_learn(people: Population, name: str, least: int) -> bool:
     return len(own) >= least and len(np.unique(own)) > 1
 
 
-def _cut(people: Population, rows: Numbers, n: int, rng: np.random.Generator) -> tuple[Numbers, Numbers]:
+def _cut(
+    people: Population, rows: Numbers, n: int, rng: np.random.Generator
+) -> tuple[Numbers, Numbers]:
     """Return `n` of the rows and the others, with the classes in equal shares where there are enough of each."""
     from sklearn.model_selection import train_test_split
 
@@ -96,7 +110,9 @@ def _cut(people: Population, rows: Numbers, n: int, rng: np.random.Generator) ->
         counts = np.unique(classes, return_counts=True)[1]
         if counts.min() < 2 or len(counts) > min(n, len(rows) - n):
             classes = None
-    a, b = train_test_split(rows, train_size=n, stratify=classes, random_state=int(rng.integers(2**31)))
+    a, b = train_test_split(
+        rows, train_size=n, stratify=classes, random_state=int(rng.integers(2**31))
+    )
     return a, b
 
 
@@ -112,6 +128,8 @@ def _prepared(people: Population, own: Numbers) -> tuple[Tensor, Tensor, float]:
     targets: pd.Series[float] = pd.Series(people.targets)
     classes: pd.Series[int] = pd.Series(range(people.n_classes))
     kind: Kind = "classification" if people.n_classes else "regression"
-    preparation = Preparation.fit(people.inputs.iloc[own], targets.iloc[own], classes, kind, people.categorical)
+    preparation = Preparation.fit(
+        people.inputs.iloc[own], targets.iloc[own], classes, kind, people.categorical
+    )
     spread = 1.0 if people.n_classes else float(people.targets.std()) / preparation.scale
     return preparation.inputs(people.inputs), preparation.targets(targets), spread

@@ -1,7 +1,8 @@
 """Plain tools: what a user has without coterie, in a few lines of scikit-learn and SciPy each.
 
-They see user 0's training and validation rows and, but for `sklearn-alone`, the peers' rows as they are. Nothing of
-coterie's training is used. The strength of regularisation is chosen by cross-validation on user 0's rows.
+They see user 0's training and validation rows and, but for `sklearn-alone`, the peers' rows as they
+are. Nothing of coterie's training is used. The strength of regularisation is chosen by
+cross-validation on user 0's rows.
 """
 
 import time
@@ -24,7 +25,10 @@ from coterie.users.examples import Examples
 
 FOLDS = 5
 STRENGTHS = tuple(float(s) for s in np.logspace(-3, 3, 9))
-"""The least to the most freedom: `C` of logistic regression, 1/`alpha` of ridge, or the prior's scale."""
+"""The least to the most freedom.
+
+`C` of logistic regression, 1/`alpha` of ridge, or the prior's scale.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,20 @@ Fit: TypeAlias = Callable[[Rows, float], Predict]
 
 @dataclass(frozen=True)
 class Tool:
-    """A plain tool under its name: from the peers' rows and the number of classes (0: numbers) to what fits."""
+    """A plain tool under its name.
+
+    From the peers' rows and the number of classes (0: numbers) to what fits.
+    """
 
     name: str
     start: Callable[[Sequence[Rows], int], Fit]
     strengths: tuple[float, ...] = STRENGTHS
 
     def fits(self, people: Population) -> bool:
-        """Say whether it can learn from these examples: from rows with one target each, not from texts."""
+        """Say whether it can learn from these examples.
+
+        From rows with one target each, not from texts.
+        """
         return people.targets.ndim == 1
 
     def outcome(self, task: SetTask) -> Outcome:
@@ -66,7 +76,9 @@ class Tool:
         for strength in self.strengths if len(self.strengths) > 1 else ():
             for k in range(FOLDS):
                 predict = fit(_taken(own, fold != k), strength)
-                losses[strength] += _loss(predict(own.x[fold == k]), own.y[fold == k], n_classes) / len(own.y)
+                losses[strength] += _loss(
+                    predict(own.x[fold == k]), own.y[fold == k], n_classes
+                ) / len(own.y)
         best = min(losses, key=lambda strength: losses[strength])
         outputs = torch.from_numpy(fit(own, best)(_rows(held_out(task.me.test)).x))
         return outcome_of(
@@ -104,7 +116,9 @@ def users(peers: Sequence[Rows], n_classes: int) -> Fit:
 def towards(peers: Sequence[Rows], n_classes: int) -> Fit:
     """Fit the own rows, with the distance to the peers' solution penalised in the place of the distance to 0."""
     centre = _around(_joined(peers), np.zeros(_shape(peers[0], n_classes)), np.ones(1), n_classes)
-    return lambda own, strength: _predicting(_around(own, centre, np.array([strength]), n_classes), n_classes)
+    return lambda own, strength: _predicting(
+        _around(own, centre, np.array([strength]), n_classes), n_classes
+    )
 
 
 def bayes(peers: Sequence[Rows], n_classes: int) -> Fit:
@@ -113,10 +127,17 @@ def bayes(peers: Sequence[Rows], n_classes: int) -> Fit:
     variance = np.full(mean.shape, 0.05)
     for _ in range(10):
         each = [_around(rows, mean, variance, n_classes) for rows in peers]
-        spreads = [1 / (_curvature(rows, w, n_classes) + 1 / variance) for rows, w in zip(peers, each, strict=True)]
+        spreads = [
+            1 / (_curvature(rows, w, n_classes) + 1 / variance)
+            for rows, w in zip(peers, each, strict=True)
+        ]
         mean = np.mean(each, 0)
-        variance = np.clip(np.mean([(w - mean) ** 2 + v for w, v in zip(each, spreads, strict=True)], 0), 1e-6, 10)
-    return lambda own, strength: _predicting(_around(own, mean, strength * variance, n_classes), n_classes)
+        variance = np.clip(
+            np.mean([(w - mean) ** 2 + v for w, v in zip(each, spreads, strict=True)], 0), 1e-6, 10
+        )
+    return lambda own, strength: _predicting(
+        _around(own, mean, strength * variance, n_classes), n_classes
+    )
 
 
 def trees(peers: Sequence[Rows], n_classes: int) -> Fit:
@@ -136,11 +157,16 @@ def trees(peers: Sequence[Rows], n_classes: int) -> Fit:
 
 
 def closed_form(peers: Sequence[Rows], n_classes: int) -> Fit:
-    """Fit coterie's own linear models in closed form, as `coterie.Mixture` does: it has no strength to choose."""
+    """Fit coterie's own linear models in closed form, as `coterie.Mixture` does.
+
+    It has no strength to choose.
+    """
     family = SOFTMAX if n_classes else SQUARED
 
     def fit(own: Rows, strength: float) -> Predict:
-        fitted = fit_here(own.x, own.y, [(rows.x, rows.y) for rows in peers], family, n_classes or 1)
+        fitted = fit_here(
+            own.x, own.y, [(rows.x, rows.y) for rows in peers], family, n_classes or 1
+        )
         return _predicting(fitted.served.parameters, n_classes)
 
     return fit
@@ -168,7 +194,9 @@ def _rows(examples: Examples) -> Rows:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    return Rows(np.concatenate([rows.x for rows in parts]), np.concatenate([rows.y for rows in parts]))
+    return Rows(
+        np.concatenate([rows.x for rows in parts]), np.concatenate([rows.y for rows in parts])
+    )
 
 
 def _taken(rows: Rows, which: Numbers) -> Rows:
@@ -206,7 +234,10 @@ def _linear(rows: Rows, n_classes: int, strength: float) -> Predict:
 
 
 def _outputs(model: Any, x: Numbers, n_classes: int, n_rows: int) -> Numbers:
-    """Return what a model of scikit-learn predicts: numbers, or log-probabilities of all classes."""
+    """Return what a model of scikit-learn predicts.
+
+    Numbers, or log-probabilities of all classes.
+    """
     if not n_classes:
         return np.asarray(model.predict(x))
     shares = np.zeros((len(x), n_classes))
@@ -224,7 +255,9 @@ def _around(rows: Rows, centre: Numbers, variance: Numbers, n_classes: int) -> N
     x = np.column_stack([rows.x, np.ones(len(rows.x))])
     precision = np.broadcast_to(1 / variance, centre.shape)
     if not n_classes:
-        moved = np.linalg.solve(x.T @ x + np.diag(precision[:, 0]), x.T @ (rows.y[:, None] - x @ centre))
+        moved = np.linalg.solve(
+            x.T @ x + np.diag(precision[:, 0]), x.T @ (rows.y[:, None] - x @ centre)
+        )
         return np.asarray(centre + moved)
     truth, root = np.eye(n_classes)[rows.y], precision**-0.5
 
@@ -234,7 +267,9 @@ def _around(rows: Rows, centre: Numbers, variance: Numbers, n_classes: int) -> N
         gradient = root * (x.T @ (np.exp(logs) - truth)) + moved
         return float(-(logs * truth).sum() + 0.5 * (moved**2).sum()), gradient.ravel()
 
-    found = minimize(objective, np.zeros(centre.size), jac=True, method="L-BFGS-B", options={"maxiter": 300})
+    found = minimize(
+        objective, np.zeros(centre.size), jac=True, method="L-BFGS-B", options={"maxiter": 300}
+    )
     return np.asarray(centre + root * found.x.reshape(centre.shape))
 
 

@@ -39,7 +39,8 @@ class Trial:
     lr: float
     model: nn.Module  # the model that training gave
     validation_loss: float  # of that model
-    wrong_weight: float | None  # of peers with wrong labels in the last step, where there are weights
+    # of peers with wrong labels in the last step, where there are weights
+    wrong_weight: float | None
     seconds: float  # of CPU time that it took; of a program of many, its share by examples
 
 
@@ -49,20 +50,30 @@ class Outcome:
 
     metric: str  # "accuracy", or "-rmse" in standard deviations of all targets
     score: float  # that, on the test examples
-    errors: list[float]  # what each test example costs: 1 if wrong, or its squared error in those units
+    # what each test example costs: 1 if wrong, or its squared error in those units
+    errors: list[float]
     loss: float  # the mean loss on the test examples
     validation_loss: float  # by which the setting was chosen
     setting: str  # what was chosen, with its step size
     settings: int  # how many were trained to choose from
     wrong_weight: float | None  # of peers with wrong labels in the last step of the setting chosen
-    seconds: float  # of CPU time that all settings took, those too that another method had trained before
+    # of CPU time that all settings took, those too that another method had trained before
+    seconds: float
 
 
 class Tuning:
     """All trials on one task from one initial model, each trained once, however many methods use it."""
 
-    def __init__(self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int) -> None:
-        self.task, self.model, self.steps, self.batch_size, self.seed = task, model, steps, batch_size, seed
+    def __init__(
+        self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int
+    ) -> None:
+        self.task, self.model, self.steps, self.batch_size, self.seed = (
+            task,
+            model,
+            steps,
+            batch_size,
+            seed,
+        )
         self.regression = task.n_outputs == 1
         self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         self.me = copy.copy(task.me)
@@ -78,7 +89,9 @@ class Tuning:
         best = self._best(settings)
         starts = dict.fromkeys(setting.start for setting in settings if setting.start is not None)
         trials = [self.trial(setting, lr) for setting in (*settings, *starts) for lr in setting.lrs]
-        outputs = torch.cat([output for output, _, _ in outputs_on(best.model, held_out(self.task.me.test))])
+        outputs = torch.cat(
+            [output for output, _, _ in outputs_on(best.model, held_out(self.task.me.test))]
+        )
         return outcome_of(
             self.task,
             outputs,
@@ -86,7 +99,8 @@ class Tuning:
             setting=f"{best.setting.label(self._facts)}, lr {best.lr:g}",
             settings=len(trials),
             wrong_weight=best.wrong_weight,
-            seconds=sum(trial.seconds for trial in trials) + self._chosen.get(best.setting.make, (None, 0.0))[1],
+            seconds=sum(trial.seconds for trial in trials)
+            + self._chosen.get(best.setting.make, (None, 0.0))[1],
         )
 
     def prepare(self, settings: Sequence[Setting]) -> None:
@@ -104,7 +118,9 @@ class Tuning:
 
     def _best(self, settings: Sequence[Setting]) -> Trial:
         trials = [self.trial(setting, lr) for setting in settings for lr in setting.lrs]
-        return min(trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss))
+        return min(
+            trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss)
+        )
 
     def _train_together(self, pairs: Sequence[tuple[Setting, float]]) -> None:
         """Train settings, those that follow a rule without a guard as one program."""
@@ -122,16 +138,24 @@ class Tuning:
         # A run's share of the program's time is that of its examples.
         examples = [sum(cost.examples for cost in run.record.end.costs.values()) for run in runs]
         seconds = [n / sum(examples) * (time.process_time() - began) for n in examples]
-        for ((setting, lr), (_, tail)), run, share in zip(together.items(), runs, seconds, strict=True):
-            self._trials[setting, lr] = self._trial(setting, lr, run, tail.model() if tail else run.model, share)
+        for ((setting, lr), (_, tail)), run, share in zip(
+            together.items(), runs, seconds, strict=True
+        ):
+            self._trials[setting, lr] = self._trial(
+                setting, lr, run, tail.model() if tail else run.model, share
+            )
 
-    def _spec(self, setting: Setting, lr: float, rule: Followed) -> "tuple[RunSpec, TailAverage | None]":
+    def _spec(
+        self, setting: Setting, lr: float, rule: Followed
+    ) -> "tuple[RunSpec, TailAverage | None]":
         """Return the run of a setting, and what gathers its tail."""
         start = self.model if setting.start is None else self._best([setting.start]).model
         tail = TailAverage(start, self.steps) if setting.tail_average else None
-        # At equal gradients: a round of a method is as many steps as user 0 computes gradients in it.
-        # Two rounds at least: fine-tuning needs one before and one after it has begun.
-        steps = max(2, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
+        # At equal gradients: a round of a method is as many steps as user 0 computes gradients in
+        # it. Two rounds at least: fine-tuning needs one before and one after it has begun.
+        steps = (
+            max(2, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
+        )
         spec = RunSpec(
             *(start, self.loss, self.me, self.task.peers, rule),
             optimizer=None if isinstance(rule, Method) else _optimizer(setting),
@@ -149,22 +173,33 @@ class Tuning:
         """Train a setting that cannot be trained with others."""
         spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
-        spec = replace(spec, **{"progress": False, "measure": False, "guard": "off", **setting.options})
+        spec = replace(
+            spec, **{"progress": False, "measure": False, "guard": "off", **setting.options}
+        )
         try:
             run = train_spec(spec)
-        except GradientError as error:  # too large a step: what was best before counts, and seldom wins
+        except (
+            GradientError
+        ) as error:  # too large a step: what was best before counts, and seldom wins
             run = error.run
         model = tail.model() if tail else run.model
         return self._trial(setting, lr, run, model, time.process_time() - began)
 
-    def _trial(self, setting: Setting, lr: float, run: Run, model: nn.Module, seconds: float) -> Trial:
+    def _trial(
+        self, setting: Setting, lr: float, run: Run, model: nn.Module, seconds: float
+    ) -> Trial:
         if run.stopped is Stopped.CTRL_C:
             raise KeyboardInterrupt
         loss = evaluate(model, self.loss, held_out(self.me.validation))["loss"]
-        return Trial(setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds)
+        return Trial(
+            setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds
+        )
 
     def _rule(self, setting: Setting) -> Followed:
-        """Return a setting's rule; one that is chosen from the data is chosen once, at the smallest step size."""
+        """Return a setting's rule.
+
+        One that is chosen from the data is chosen once, at the smallest step size.
+        """
         rule = setting.make(self._facts)
         chooser = chooser_for(rule)
         if isinstance(rule, Method) or chooser is None:
@@ -188,8 +223,12 @@ class Tuning:
             weights = run.state.get("weights")
             wrong = [1 + names.index(name) for name in self.task.wrong if name in names]
             return None if weights is None else float(sum(weights[k] for k in wrong))
-        if isinstance(rule, MakesLearner):  # which has no weight but changes it; zero where Alone is served
-            return float(sum(run.record.end.account["tau"].get(name, 0.0) for name in self.task.wrong))
+        if isinstance(
+            rule, MakesLearner
+        ):  # which has no weight but changes it; zero where Alone is served
+            return float(
+                sum(run.record.end.account["tau"].get(name, 0.0) for name in self.task.wrong)
+            )
         if getattr(rule, "aggregator", None) is not None:  # which has no weights
             return None
         tau = weights_in(run.state) or rule.weights(names)

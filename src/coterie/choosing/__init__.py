@@ -1,4 +1,7 @@
-"""Whom to listen to, how much and until when: chosen from the data, before the first step or as the run goes."""
+"""Whom to listen to, how much and until when.
+
+Chosen from the data, before the first step or as the run goes.
+"""
 
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.auto import chooser_for
@@ -6,7 +9,15 @@ from coterie.choosing.chooser import Choice, Chooser, MakesLearner, TellsGradien
 from coterie.choosing.mixture import Mixture
 from coterie.rules import RULES
 
-__all__ = ["AdaptiveAveraging", "Choice", "Chooser", "MakesLearner", "Mixture", "TellsGradients", "chooser_for"]
+__all__ = [
+    "AdaptiveAveraging",
+    "Choice",
+    "Chooser",
+    "MakesLearner",
+    "Mixture",
+    "TellsGradients",
+    "chooser_for",
+]
 
 RULES.register("adaptive", AdaptiveAveraging)
 RULES.register("mixture", Mixture, benchmark_settings=[])

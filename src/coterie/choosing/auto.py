@@ -84,11 +84,12 @@ class _Auto(ABC):
 class AutoAveraging(_Auto):
     """Choose τ of weighted averaging, where it is None, by `theory.best_averaging`, and then α, which is "auto".
 
-    A bias that is not clear of its error may be as large as that error, and a large α would then be paid for in
-    every step: α is `theory.best_alpha` with every ζ_k² a standard error larger than measured. Then, for m = 0, it
-    costs no more than Alone in the long run as long as no ζ_k² is more than twice as large as that. What is claimed
-    is what remains at two errors. α may be the larger the better the bias is known: as many batches are measured
-    as a twentieth of the steps have.
+    A bias that is not clear of its error may be as large as that error, and a large α would then be
+    paid for in every step: α is `theory.best_alpha` with every ζ_k² a standard error larger than
+    measured. Then, for m = 0, it costs no more than Alone in the long run as long as no ζ_k² is
+    more than twice as large as that. What is claimed is what remains at two errors. α may be the
+    larger the better the bias is known: as many batches are measured as a twentieth of the steps
+    have.
     """
 
     rule: WeightedAveraging
@@ -100,12 +101,14 @@ class AutoAveraging(_Auto):
     def account(self, spec: RunSpec, measured: Estimates, tau: Array | None) -> dict[str, Any]:
         """Choose by the constants measured."""
         _, weights, _ = theory.best_averaging(measured.constants(spec.steps), spec.steps, tau)
-        one, two = (measured.constants(spec.steps, bias_errors=e).constants(weights) for e in (1, 2))
+        one, two = (
+            measured.constants(spec.steps, bias_errors=e).constants(weights) for e in (1, 2)
+        )
         alpha = float(theory.best_alpha(one, spec.steps))
         gain = float(theory.averaging_speedup(two, spec.steps, alpha))
         claim = (
-            f"in the long run at least {gain:.3g} times the speed of training alone, unless a bias is more than "
-            "two standard errors above what was measured"
+            f"in the long run at least {gain:.3g} times the speed of training alone, unless a bias"
+            " is more than two standard errors above what was measured"
         )
         if gain < LEAST_CLAIM:
             claim = "the bias is not known well enough to claim a gain over training alone"
@@ -121,8 +124,9 @@ class AutoAveraging(_Auto):
 class AutoCorrection(_Auto):
     """Choose the knobs of bias correction that are "auto", and τ where it is None.
 
-    The choice is that of `theory.best_corrected_peers`: for τ = None the peers of small δ_k, equally. The step size
-    of SGD is η; any other optimizer's is of another kind. What is claimed is the bound on what the rule does in a
+    The choice is that of `theory.best_corrected_peers`: for τ = None the peers of small δ_k,
+    equally. The step size of SGD is η; any other optimizer's is of another kind. What is claimed is
+    the bound on what the rule does in a
     run: its first step is taken alone, and c_t is at first the mean of the biases seen.
     """
 
@@ -138,23 +142,36 @@ class AutoCorrection(_Auto):
         start: dict[str, Any] = {"warm_up": self.rule.warm_up}
         if self.rule.start == "zero":  # the first step has all of the bias
             start["initial_error"] = max(measured.bias_at_start(name) for name in measured.peers)
-        weights, knobs = theory.best_corrected_peers(peers, spec.steps, alpha=alpha, lr=rate, tau=tau, **start)
+        weights, knobs = theory.best_corrected_peers(
+            peers, spec.steps, alpha=alpha, lr=rate, tau=tau, **start
+        )
         if beta is not None:
             knobs = knobs._replace(beta=beta)
         chosen = {"alpha": float(knobs.alpha), "beta": float(knobs.beta)}
-        of = "" if rate is not None and rate <= knobs.lr else f" for SGD with a step size of {knobs.lr:.2g}"
+        of = (
+            ""
+            if rate is not None and rate <= knobs.lr
+            else f" for SGD with a step size of {knobs.lr:.2g}"
+        )
         gain = self._gain(peers.constants(weights), knobs, spec.steps, start)
         claim = f"its bound{of} shows no gain over training alone"
         if gain >= LEAST_CLAIM:
             claim = f"its bound{of} gives {gain:.3g} times the speed of training alone"
         return _account(measured, chosen, weights, claim)
 
-    def _gain(self, problem: Constants, knobs: Correction, steps: int, start: Mapping[str, Any]) -> float:
-        """Return how many times more steps Alone needs for the bound; 0 where none is known for the knobs."""
+    def _gain(
+        self, problem: Constants, knobs: Correction, steps: int, start: Mapping[str, Any]
+    ) -> float:
+        """Return how many times more steps Alone needs for the bound.
+
+        0 where none is known for the knobs.
+        """
         if self.rule.correction != 1:
             return 0.0
         try:
-            bound = theory.correction_bound(problem, knobs.alpha, knobs.beta, knobs.lr, steps, **start)
+            bound = theory.correction_bound(
+                problem, knobs.alpha, knobs.beta, knobs.lr, steps, **start
+            )
         except KnobError:  # a β that was given does not follow the drift
             return 0.0
         return float(theory.steps_alone(problem, bound)) / steps
@@ -163,13 +180,22 @@ class AutoCorrection(_Auto):
         """Return the rule that an account stands for."""
         if not account["tau"]:
             return Alone()
-        chosen = {name: account[name] for name in ("alpha", "beta") if getattr(self.rule, name) == "auto"}
+        chosen = {
+            name: account[name] for name in ("alpha", "beta") if getattr(self.rule, name) == "auto"
+        }
         return replace(self.rule, **chosen, tau=None if self.rule.aggregator else account["tau"])
 
 
 def _rate(optimizer: Optimizer) -> float | None:
-    """Return η where the optimizer is SGD, momentum counted in; the theory's best will do for any other."""
-    rates = [group["lr"] / (1 - group["momentum"]) for group in optimizer.param_groups if "momentum" in group]
+    """Return η where the optimizer is SGD, momentum counted in.
+
+    The theory's best will do for any other.
+    """
+    rates = [
+        group["lr"] / (1 - group["momentum"])
+        for group in optimizer.param_groups
+        if "momentum" in group
+    ]
     return float(max(rates)) if isinstance(optimizer, SGD) and max(rates) > 0 else None
 
 
@@ -183,15 +209,22 @@ def _over(names: Sequence[str], tau: Mapping[str, float] | None) -> Array | None
     return np.asarray(weights / weights.sum())
 
 
-def _account(measured: Estimates, knobs: Mapping[str, float], tau: Array, claim: str) -> dict[str, Any]:
+def _account(
+    measured: Estimates, knobs: Mapping[str, float], tau: Array, claim: str
+) -> dict[str, Any]:
     """Return what was chosen and why, as plain data."""
-    kept = {name: float(weight) for name, weight in zip(measured.peers, tau, strict=True) if weight > 0}
+    kept = {
+        name: float(weight) for name, weight in zip(measured.peers, tau, strict=True) if weight > 0
+    }
     values = ", ".join(f"{name} {value:.3g}" for name, value in knobs.items())
     return {
         "regime": "the theory's choice for the constants measured at the start",
         **knobs,
         "tau": kept,
         "left_out": dict(measured.left_out),
-        "sentence": f"{values} for {len(kept)} peer{'s' * (len(kept) != 1)} by the theory and measured constants",
+        "sentence": (
+            f"{values} for {len(kept)} peer{'s' * (len(kept) != 1)} by the theory and measured"
+            " constants"
+        ),
         "claim": claim,  # of the theory; what the run gave is the verdict's to say
     }

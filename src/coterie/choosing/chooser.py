@@ -1,4 +1,7 @@
-"""The contracts of what looks at the data: a chooser, before the first step, or what learns as the run goes."""
+"""The contracts of what looks at the data.
+
+A chooser, before the first step, or what learns as the run goes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +30,10 @@ class Chooser(Protocol):
     """What chooses a rule from the data before the first step."""
 
     def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
-        """Choose a rule; model and optimizer stay as they are. An engine that cannot serve is a `KnobError`."""
+        """Choose a rule; model and optimizer stay as they are.
+
+        An engine that cannot serve is a `KnobError`.
+        """
 
     def rule_from(self, account: Mapping[str, Any]) -> Rule:
         """Return the rule that an earlier account stands for, so that a resumed run does not choose again."""
@@ -60,6 +66,15 @@ class MakesLearner(Protocol):
         """Return a rule to follow instead, where this cannot serve, else None."""
 
     def learner(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        guarded: bool,
+        forward_options: ForwardOptions,
     ) -> Learner:
-        """Return the learner of a run that is prepared; under a guard it may serve the model trained alone."""
+        """Return the learner of a run that is prepared.
+
+        Under a guard it may serve the model trained alone.
+        """

@@ -21,8 +21,8 @@ WITHIN = 0.9545
 class Spread:
     """How far a user's rows, and their mean, are from the mean of all examples there could be.
 
-    Both are shares of the variance of one example: for batches of b fresh examples `seen` is 1/b; where every batch
-    is drawn from the same n, (1 − b/n)/b, and 1/n is `shared` by all of them.
+    Both are shares of the variance of one example: for batches of b fresh examples `seen` is 1/b;
+    where every batch is drawn from the same n, (1 − b/n)/b, and 1/n is `shared` by all of them.
     """
 
     seen: float = 1.0
@@ -42,11 +42,14 @@ class Resampled:
 
     @property
     def error(self) -> float:
-        """The standard error: half of what covers `WITHIN` of the resamples, each in units of its own error.
+        """The standard error.
 
-        Squares are skewed: a sample without the rare large ones is too low, and so is its spread. Resamples have
-        that too; in units of their own errors they are as far off as the value may be. Where there is nothing but
-        noise, first order is too little: at least the standard deviation of the resamples.
+        Half of what covers `WITHIN` of the resamples, each in units of its own error.
+
+        Squares are skewed: a sample without the rare large ones is too low, and so is its spread.
+        Resamples have that too; in units of their own errors they are as far off as the value may
+        be. Where there is nothing but noise, first order is too little: at least the standard
+        deviation of the resamples.
         """
         own = np.sqrt(np.maximum(self.variances, 0.0))
         off = np.abs(self.values[1:] - self.values[0])
@@ -60,7 +63,10 @@ class Resampled:
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """One user's vectors, a row for each batch, and weights of the batches in resamples; the first are equal."""
+    """One user's vectors, a row for each batch, and weights of the batches in resamples.
+
+    The first are equal.
+    """
 
     rows: Array  # of shape (batches, length)
     drawn: Array  # of shape (1 + resamples, batches), each row summing to 1
@@ -80,7 +86,10 @@ class Vectors:
 
     @cached_property
     def shows_noise(self) -> bool:
-        """Whether the rows differ by noise; not where there is one, or each is of all the examples there are."""
+        """Whether the rows differ by noise.
+
+        Not where there is one, or each is of all the examples there are.
+        """
         differ = self.apart.sum() > 1e-24 * np.diag(self.gram).sum()
         return len(self.rows) > 1 and self.spread.seen > 0 and bool(differ)
 
@@ -88,7 +97,8 @@ class Vectors:
     def further(self) -> float:
         """How much further from the truth the mean is than resamples are from it.
 
-        A resample of n batches has (n − 1)/n of their variance, and nothing of the noise that all of them share.
+        A resample of n batches has (n − 1)/n of their variance, and nothing of the noise that all
+        of them share.
         """
         n = len(self.rows)
         return (
@@ -110,7 +120,10 @@ class Vectors:
 
     @cached_property
     def apart(self) -> Array:
-        """Of each row an estimate of how far rows are from their mean, squared; it is right in the mean of all."""
+        """Of each row an estimate of how far rows are from their mean, squared.
+
+        It is right in the mean of all.
+        """
         n, gram = len(self.rows), self.gram
         squares = np.diag(gram) - 2 * gram.mean(0) + gram.mean()
         return np.asarray(np.maximum(squares, 0.0) * n / max(n - 1, 1))
@@ -119,9 +132,9 @@ class Vectors:
         """Return the variance of one example's vector; None where the batches do not show it."""
         if not self.shows_noise:
             return None
-        return Resampled(self.drawn @ self.apart, self._variance(np.tile(self.apart, (len(self.drawn), 1)))).over(
-            self.spread.seen
-        )
+        return Resampled(
+            self.drawn @ self.apart, self._variance(np.tile(self.apart, (len(self.drawn), 1)))
+        ).over(self.spread.seen)
 
     def square(self, other: "Vectors | None" = None, each: float = 0.0) -> Resampled:
         """Return ‖E v‖², or ‖E v − E w‖²: that of the means, less what noise adds to it.

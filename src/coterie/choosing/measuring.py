@@ -1,8 +1,8 @@
 """Measure the theory's constants from gradients: a few batches, each at two points.
 
-With one batch at both points its noise cancels in the difference, which shows curvature (L, δ_k). Of two batches
-the noises are independent, so that what noise adds to a square is known and taken off (ζ_k).
-What such numbers can and cannot tell: docs/estimates.md.
+With one batch at both points its noise cancels in the difference, which shows curvature (L, δ_k).
+Of two batches the noises are independent, so that what noise adds to a square is known and taken
+off (ζ_k). What such numbers can and cannot tell: docs/estimates.md.
 """
 
 import math
@@ -39,7 +39,8 @@ class Sampling:
     """How a user's batches are drawn."""
 
     size: float = 1.0  # examples in a batch, while measuring
-    of: float = math.inf  # examples that they are drawn from anew each time; infinite for fresh or disjoint batches
+    # examples that they are drawn from anew each time; infinite for fresh or disjoint batches
+    of: float = math.inf
     in_run: float | None = None  # examples in a batch of the run; as `size` when None
     share: float = 0.0  # how much of the user's examples a batch of the run is; 0 for fresh samples
     added: float = 0.0  # s, the noise that a private peer adds to a gradient, new in each
@@ -57,19 +58,21 @@ def measure(
 
         σ_k² = variance of g_k(x) over batches
         ζ_k² = ‖mean of g_k(x) − mean of g_0(x)‖²,  less the variances of the two means
-        δ_k² = the same of g_k(x + u) − g_k(x) and g_0(x + u) − g_0(x),  over ‖u‖²;   L² of g_0(x + u) − g_0(x)
-        m_k  = the fall of ζ_k² over that of ‖∇f_0‖² from x to x + u, which then is taken off ζ_k²
+        δ_k² = the same of g_k(x + u) − g_k(x) and g_0(x + u) − g_0(x),  over ‖u‖²;   L² of g_0(x +
+        u) − g_0(x) m_k  = the fall of ζ_k² over that of ‖∇f_0‖² from x to x + u, which then is
+        taken off ζ_k²
 
-    Examples that are in this process are dealt into disjoint batches; of others the batches of steps 0, 1, … are
-    asked for. Negative squares count as 0. u goes along the gradient of a third of user 0's batches, which are left
-    out of what is measured along it. Batches of the same n examples are not independent as samples of all there
-    could be; what the examples' own noise adds to a square, their variance over n, is taken off. Errors are those
-    of a bootstrap over batches.
+    Examples that are in this process are dealt into disjoint batches; of others the batches of
+    steps 0, 1, … are asked for. Negative squares count as 0. u goes along the gradient of a third
+    of user 0's batches, which are left out of what is measured along it. Batches of the same n
+    examples are not independent as samples of all there could be; what the examples' own noise adds
+    to a square, their variance over n, is taken off. Errors are those of a bootstrap over batches.
 
     Args:
         engine: where the gradients come from; every peer's is asked for.
         x: the point.
-        own: how user 0's batches are drawn. Where neither this nor `peers` is given, the engine says it.
+        own: how user 0's batches are drawn. Where neither this nor `peers` is given, the engine
+            says it.
         peers: how each peer's are, by name; fresh where it is not in it.
         batches: how many, at least 3; steps 0, 1, … of the run.
 
@@ -85,26 +88,37 @@ def measure(
         [0.0, 3.0]
     """
     if batches < 3:
-        raise DataError(f"`batches` must be at least 3, got {batches}: with fewer nothing is known of the errors")
+        raise DataError(
+            f"`batches` must be at least 3, got {batches}: with fewer nothing is known of the"
+            " errors"
+        )
     if own is None and peers is None:
         can = engine.capabilities
         me = next((name for name in can.examples if name not in engine.names), "")
         here = require(engine, "own_points", "measuring") if can.own_points else None
-        return _measured(engine, x, me, here=here, in_run=can.batch_size or 1, batches=batches, seed=0, known={})
+        return _measured(
+            engine, x, me, here=here, in_run=can.batch_size or 1, batches=batches, seed=0, known={}
+        )
     asking = Asking(engine, None, {}, "", *_grouped(batches))
     plans = {name: (peers or {}).get(name, Sampling()) for name in engine.names}
     return _estimates(asking.sample(x), own or Sampling(), plans)
 
 
 def before_training(
-    engine: Engine, problem: RunSpec, *, batches: int = BATCHES, known: dict[str, OnParts] | None = None
+    engine: Engine,
+    problem: RunSpec,
+    *,
+    batches: int = BATCHES,
+    known: dict[str, OnParts] | None = None,
 ) -> Estimates:
     """Measure at the point where training starts, and leave model and engine as they were.
 
-    Examples that are in this process are dealt into disjoint batches, of as many examples as so many batches of the
-    run have at most; user 0's are, with every engine. Of the others the batches of steps 0, 1, … are asked for.
+    Examples that are in this process are dealt into disjoint batches, of as many examples as so
+    many batches of the run have at most; user 0's are, with every engine. Of the others the batches
+    of steps 0, 1, … are asked for.
 
-    `known`, which is filled: what users in this process answer there, for other runs that start at the same point.
+    `known`, which is filled: what users in this process answer there, for other runs that start at
+    the same point.
     """
     can, me = engine.capabilities, problem.me.name
     here: AnswersAtOwnPoints | None = None
@@ -115,7 +129,9 @@ def before_training(
     x, in_run = Parameters(problem.model).vector(), can.batch_size or problem.batch_size
     with _kept(problem.model):
         known = {} if known is None else known
-        return _measured(engine, x, me, here=here, in_run=in_run, batches=batches, seed=problem.seed, known=known)
+        return _measured(
+            engine, x, me, here=here, in_run=in_run, batches=batches, seed=problem.seed, known=known
+        )
 
 
 def _measured(
@@ -145,7 +161,8 @@ def _measured(
     asking = Asking(engine, here, parts, me, *_grouped(batches), known)
     sampled, told = asking.sample(x), engine.capabilities.noise  # which peers tell when they answer
     for name in (name for name, noise in told.items() if noise and name in plans):
-        # Samples and noise of a private peer are new in each gradient, and differ as fresh examples do.
+        # Samples and noise of a private peer are new in each gradient, and differ as fresh examples
+        # do.
         plans[name] = Sampling(share=plans[name].share, added=told[name] * math.sqrt(len(x)))
     return _estimates(sampled, plans.pop(me), plans)
 
@@ -153,7 +170,8 @@ def _measured(
 def gradients_elsewhere(batches: int = BATCHES) -> int:
     """Return how many gradients are asked of each peer whose examples are not in this process.
 
-    All batches are asked for at the first point, and of each group the first at the second point too.
+    All batches are asked for at the first point, and of each group the first at the second point
+    too.
 
     Example:
         >>> gradients_elsewhere(8), gradients_elsewhere(50)
@@ -181,7 +199,9 @@ class _User:
 
     def __init__(self, sampled: Sampled, plan: Sampling, seed: int) -> None:
         seen, shared = (1 - plan.size / plan.of) / plan.size, 1 / plan.of
-        at = Vectors.of(sampled.at, Spread(seen / sampled.batches, shared), np.random.default_rng(seed))
+        at = Vectors.of(
+            sampled.at, Spread(seen / sampled.batches, shared), np.random.default_rng(seed)
+        )
         rest, one = slice(len(sampled.at) - len(sampled.first), None), Spread(seen, shared)
         first, ahead = sampled.first, sampled.ahead
         self.at, self.first, self.ahead = at, at.like(first, rest, one), at.like(ahead, rest, one)
@@ -189,20 +209,35 @@ class _User:
         self.in_run, self.share, self.added = plan.in_run or plan.size, plan.share, plan.added
 
 
-def _estimates(sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str, Sampling]) -> Estimates:
+def _estimates(
+    sampled: SampledGradients, own_plan: Sampling, plans: Mapping[str, Sampling]
+) -> Estimates:
     """Return the constants with their errors."""
     me = _User(sampled.own, own_plan, 0)
-    peers = {name: _User(one, plans[name], 1 + k) for k, (name, one) in enumerate(sampled.peers.items())}
+    peers = {
+        name: _User(one, plans[name], 1 + k) for k, (name, one) in enumerate(sampled.peers.items())
+    }
     everyone, over = [me, *(peer for peer in peers.values() if not peer.added)], sampled.distance**2
-    at, first, ahead, change = (_typical([getattr(user, kind) for user in everyone]) for kind in _KINDS)
+    at, first, ahead, change = (
+        _typical([getattr(user, kind) for user in everyone]) for kind in _KINDS
+    )
 
-    gradient, before, after = me.at.square(each=at), me.first.square(each=first), me.ahead.square(each=ahead)
+    gradient, before, after = (
+        me.at.square(each=at),
+        me.first.square(each=first),
+        me.ahead.square(each=ahead),
+    )
     smoothness = _smoothness(me, change, over)
-    pl = min(float(gradient.values[0]) / (2 * sampled.losses[0]), float(after.values[0]) / (2 * sampled.losses[1]))
+    pl = min(
+        float(gradient.values[0]) / (2 * sampled.losses[0]),
+        float(after.values[0]) / (2 * sampled.losses[1]),
+    )
     estimates = {}
     for name, peer in peers.items():
         bias = peer.at.square(me.at, at)
-        growth = _growth(peer.first.square(me.first, first), peer.ahead.square(me.ahead, ahead), before, after)
+        growth = _growth(
+            peer.first.square(me.first, first), peer.ahead.square(me.ahead, ahead), before, after
+        )
         grows = Measured(float(growth[0]), float(np.std(growth[1:])))
         if grows.value <= 2 * grows.error:
             growth, grows = np.zeros_like(growth), grows._replace(value=0.0)
@@ -235,7 +270,9 @@ def _noise(user: _User, usual: float) -> Measured:
     each = user.at.each()
     square = (usual if each is None else float(each.values[0])) / user.in_run
     error = 0.0 if each is None else each.over(user.in_run).error
-    if user.added:  # off with what is known, and with what is not clear of its error: T·share would magnify it
+    if (
+        user.added
+    ):  # off with what is known, and with what is not clear of its error: T·share would magnify it
         batches, length = user.at.rows.shape
         chance = user.added**2 * math.sqrt(2 / (length * max(1, batches - 1)))
         square = square - user.added**2 if square > user.added**2 + 4 * max(error, chance) else 0.0
@@ -246,15 +283,24 @@ def _noise(user: _User, usual: float) -> Measured:
 def _smoothness(me: _User, usual: float, over: float) -> Measured:
     """Return L from how user 0's gradient changes between two points, whose squared distance is `over`."""
     smoothness = _root(me.change.square(each=usual).over(over))
-    if not smoothness.value > 0:  # lost in the noise of the batches' own curvature: then with it, an upper estimate
-        smoothness = Measured(math.sqrt(np.square(me.change.rows.mean(0)).sum() / over), smoothness.error)
+    if (
+        not smoothness.value > 0
+    ):  # lost in the noise of the batches' own curvature: then with it, an upper estimate
+        smoothness = Measured(
+            math.sqrt(np.square(me.change.rows.mean(0)).sum() / over), smoothness.error
+        )
     if not smoothness.value > 0:
         raise DataError("user 0's gradient is the same at both points: no curvature to measure by")
     return smoothness
 
 
-def _growth(bias_before: Resampled, bias_after: Resampled, before: Resampled, after: Resampled) -> Array:
-    """Return m_k in every resample: how much the bias falls with user 0's gradient, from none to in proportion."""
+def _growth(
+    bias_before: Resampled, bias_after: Resampled, before: Resampled, after: Resampled
+) -> Array:
+    """Return m_k in every resample.
+
+    How much the bias falls with user 0's gradient, from none to in proportion.
+    """
     fall = before.values - after.values
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.where(before.values > 0, np.maximum(bias_before.values, 0) / before.values, 0.0)

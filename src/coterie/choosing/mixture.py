@@ -1,4 +1,7 @@
-"""`Mixture`: linear models in closed form, by honest candidates and one mixture of them. See docs/mixture.md."""
+"""`Mixture`: linear models in closed form, by honest candidates and one mixture of them.
+
+See docs/mixture.md.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,16 +43,16 @@ _WITHOUT_NUMBERS = (nn.Sequential, nn.Flatten, nn.Identity)
 class Mixture:
     """Fit a linear model in closed form: no step size, no number of steps, no initial weights.
 
-    Candidates are made of the own rows alone, of the peers pooled, and of a prior over users that is found from
-    weighted sums of what peers answer, each for ten strengths. They are mixed by their losses on own rows that they
-    did not see, with one half of the prior on those that ask no peer. The whole is one step of the run, in which
-    peers are asked 27 times. See docs/mixture.md.
+    Candidates are made of the own rows alone, of the peers pooled, and of a prior over users that
+    is found from weighted sums of what peers answer, each for ten strengths. They are mixed by
+    their losses on own rows that they did not see, with one half of the prior on those that ask no
+    peer. The whole is one step of the run, in which peers are asked 27 times. See docs/mixture.md.
 
     Args:
         single: serve the best candidate in the place of the mixture.
 
-    For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross entropy with
-    logits, squared or Poisson loss, `AdaptiveAveraging` serves.
+    For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
+    entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
 
     Example:
         >>> import torch, coterie
@@ -78,17 +81,27 @@ class Mixture:
             return None
         gradients = AdaptiveAveraging()
         other = gradients.instead(spec) or Choice(gradients, {})  # type: ignore[arg-type]  # followed as a rule is
-        return Choice(other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"})
+        return Choice(
+            other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
+        )
 
     def learner(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        guarded: bool,
+        forward_options: ForwardOptions,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
         return ClosedForm(spec, engine, costs, single=self.single)
 
 
 def family_of(loss: Loss) -> Family | None:
-    """Return the family of a loss of torch as it comes, without weights or smoothing; None for any other.
+    """Return the family of a loss of torch as it comes, without weights or smoothing.
+
+    None for any other.
 
     Example:
         >>> family_of(nn.CrossEntropyLoss()).name, family_of(nn.CrossEntropyLoss(label_smoothing=0.1))
@@ -110,15 +123,25 @@ def family_of(loss: Loss) -> Family | None:
         nn.PoissonNLLLoss: POISSON,
     }
     plain = vars(type(loss)()) | {"training": loss.training}
-    return by_class.get(type(loss)) if all(_same(vars(loss).get(name), plain[name]) for name in plain) else None
+    return (
+        by_class.get(type(loss))
+        if all(_same(vars(loss).get(name), plain[name]) for name in plain)
+        else None
+    )
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is None and other is None if isinstance(one, Tensor) or isinstance(other, Tensor) else one == other
+    return (
+        one is None and other is None
+        if isinstance(one, Tensor) or isinstance(other, Tensor)
+        else one == other
+    )
 
 
 def linear_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that a model is, behind nothing but a change of shape; None for any other model.
+    """Return the linear layer that a model is, behind nothing but a change of shape.
+
+    None for any other model.
 
     Example:
         >>> linear_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
@@ -130,7 +153,11 @@ def linear_of(model: nn.Module) -> nn.Linear | None:
     if len(leaves) != 1 or type(leaves[0]) is not nn.Linear:
         return None
     layer = leaves[0]
-    return layer if all(p.requires_grad and p.is_floating_point() for p in layer.parameters()) else None
+    return (
+        layer
+        if all(p.requires_grad and p.is_floating_point() for p in layer.parameters())
+        else None
+    )
 
 
 def why_not_linear(spec: RunSpec) -> str | None:
@@ -140,7 +167,8 @@ def why_not_linear(spec: RunSpec) -> str | None:
         return "the model is not one `nn.Linear`"
     if family is None:
         return (
-            "the loss is not cross entropy, binary cross entropy with logits, squared or Poisson loss as it comes"
+            "the loss is not cross entropy, binary cross entropy with logits, squared or Poisson"
+            " loss as it comes"
         )
     held = [user.examples for user in (spec.me, *spec.peers) if not user.is_stream]
     if len(held) <= len(spec.peers):
@@ -156,20 +184,31 @@ def _fits(examples: Examples, layer: nn.Linear, family: Family) -> bool:
     if not isinstance(examples, InMemory):
         return False
     inputs, targets = examples.inputs, examples.targets
-    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor) or not inputs.is_floating_point():
+    if (
+        not isinstance(inputs, Tensor)
+        or not isinstance(targets, Tensor)
+        or not inputs.is_floating_point()
+    ):
         return False
     n, k = len(inputs), layer.out_features
     if family is SOFTMAX and targets.ndim == 1 and not targets.is_floating_point():
-        return inputs[:1].numel() == layer.in_features and bool(((targets >= 0) & (targets < k)).all())
+        return inputs[:1].numel() == layer.in_features and bool(
+            ((targets >= 0) & (targets < k)).all()
+        )
     return inputs[:1].numel() == layer.in_features and targets.numel() == n * k
 
 
 class ClosedForm(Learner):
-    """A linear model, fitted in the one step of its run; the parameters that it begins with do not matter."""
+    """A linear model, fitted in the one step of its run.
+
+    The parameters that it begins with do not matter.
+    """
 
     can_restart = False
 
-    def __init__(self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False) -> None:
+    def __init__(
+        self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False
+    ) -> None:
         super().__init__(spec, engine, costs)
         self.single = single
         layer, family = linear_of(spec.model), family_of(spec.loss)
@@ -193,13 +232,19 @@ class ClosedForm(Learner):
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
         x, y = self._numbers(spec.me.examples)
         scaling = Scaling.of(x, y, family, intercept=intercept)
-        peers = [scaling.clipped(scaling.rows(*self._numbers(peer.examples))) for peer in spec.peers]
+        peers = [
+            scaling.clipped(scaling.rows(*self._numbers(peer.examples))) for peer in spec.peers
+        ]
         validation = spec.me.validation
-        held_out: Rows | None = None if validation is None else scaling.rows(*self._numbers(validation))
+        held_out: Rows | None = (
+            None if validation is None else scaling.rows(*self._numbers(validation))
+        )
         sizes = np.array([len(peer) for peer in spec.peers], dtype=np.float64)
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         rows = scaling.rows(x, y)
-        fitting = fit(rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single)
+        fitting = fit(
+            rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single
+        )
         return driven(fitting, asks_here(peers, family))
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
@@ -217,7 +262,10 @@ class ClosedForm(Learner):
         self.costs.compute([self.costs.me, *names], times=fitted.exchanges)
         self.costs.exchange(names, down=2 * size, up=4 * size, times=fitted.exchanges)
         self.step += 1
-        self.state = {"step": self.step, "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS)}
+        self.state = {
+            "step": self.step,
+            "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS),
+        }
 
     def consider(self, validation_loss: float) -> None:
         """Do nothing: what is served is found by the mixture."""
@@ -233,7 +281,9 @@ class ClosedForm(Learner):
     def _model(self, entry: Entry | None) -> nn.Module:
         """Return what an entry serves; a copy of the caller's model where that is linear."""
         if entry is not None and entry.others:
-            return entry.model(self.family, intercept=self.layer.bias is not None).to(self.layer.weight)
+            return entry.model(self.family, intercept=self.layer.bias is not None).to(
+                self.layer.weight
+            )
         model = copied(self.model)
         if entry is not None and (layer := linear_of(model)) is not None:
             give(layer, entry.parameters)
@@ -254,12 +304,16 @@ ALONE_KINDS = ("constant", "alone")
 
 
 def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, Any]:
-    """Return the account of a fit, as plain data; losses are those of own rows by models that did not see them."""
+    """Return the account of a fit, as plain data.
+
+    Losses are those of own rows by models that did not see them.
+    """
     lines = {"served": fitted.served, "alone, mixed": fitted.alone, **fitted.entries}
     change = fitted.served.losses - fitted.alone.losses
     account: dict[str, Any] = {
         "leaderboard": {
-            name: {"loss": float(one.losses.mean()), "weight": one.weight} for name, one in lines.items()
+            name: {"loss": float(one.losses.mean()), "weight": one.weight}
+            for name, one in lines.items()
         },
         "constant": fitted.is_constant,
         "tau": {name: weight for name, weight in tau.items() if weight},
@@ -279,7 +333,15 @@ def _sentence(fitted: Fitted) -> str:
     """Say what is served."""
     guess, served = fitted.entries["constant"].losses.mean(), fitted.served.losses.mean()
     if fitted.is_constant:
-        return f"a constant is served: nothing was better than it on the own examples (loss {guess:.4g})"
+        return (
+            "a constant is served: nothing was better than it on the own examples (loss"
+            f" {guess:.4g})"
+        )
     told = "" if served < guess else f"; a constant is no worse (loss {guess:.4g})"
-    weights = ", ".join(f"{kind} {one.weight:.0%}" for kind, one in fitted.entries.items() if one.weight >= 0.005)
-    return f"a mixture is served, of {weights}; loss {served:.4g} on own examples that were held out in turn{told}"
+    weights = ", ".join(
+        f"{kind} {one.weight:.0%}" for kind, one in fitted.entries.items() if one.weight >= 0.005
+    )
+    return (
+        f"a mixture is served, of {weights}; loss {served:.4g} on own examples that were held out"
+        f" in turn{told}"
+    )

@@ -1,4 +1,7 @@
-"""Gradients of all users over a few batches, each at two points: what constants are measured from."""
+"""Gradients of all users over a few batches, each at two points.
+
+What constants are measured from.
+"""
 
 import functools
 import math
@@ -18,7 +21,10 @@ from coterie.errors import DataError
 Array: TypeAlias = NDArray[np.float64]
 
 SKETCH = 2**15
-"""Longer gradients are folded to this length with random signs; products of them then err by 0.6 %."""
+"""Longer gradients are folded to this length with random signs.
+
+Products of them then err by 0.6 %.
+"""
 
 REACH = 0.25
 """How far the second point is, in steps of the length that would bring a linear loss to zero."""
@@ -34,7 +40,9 @@ class Sampled:
 
     at: Array  # at the first point, the mean of a group's batches, of shape (groups, length)
     first: (
-        Array  # there, of the group's first batch alone; of user 0 without the groups that chose the second point
+        # there, of the group's first batch alone; of user 0 without the groups that chose the
+        # second point
+        Array
     )
     ahead: Array  # the same batches at the second point
     batches: int = 1  # how many a group has
@@ -60,10 +68,11 @@ class Asking:
         here: gives those of the users in `parts` on any of their examples.
         parts: by user, the examples of disjoint batches, of shape (groups, size).
         me: user 0's name in `parts`.
-        groups: into how many groups the batches of steps are put, for the users who are not in `parts`.
+        groups: into how many groups the batches of steps are put, for the users who are not in
+            `parts`.
         batches: how many batches such a group has.
-        known: by user, what those in `parts` answer at the first point, where it was asked for before; it is
-            filled. For runs that begin at one point.
+        known: by user, what those in `parts` answer at the first point, where it was asked for
+            before; it is filled. For runs that begin at one point.
     """
 
     engine: Engine
@@ -77,19 +86,25 @@ class Asking:
     def sample(self, x: Tensor) -> SampledGradients:
         """Ask everybody at x and, `REACH` steps that bring a linear loss to zero, downhill of it.
 
-        The way down is that of the first third of user 0's groups, which are then left out of what is measured
-        along it: a way that was fitted to examples meets more curvature in them than there is.
+        The way down is that of the first third of user 0's groups, which are then left out of what
+        is measured along it: a way that was fitted to examples meets more curvature in them than
+        there is.
         """
         shorten, lead = _sketch(x), max(1, self._own_groups // 3)
         first = self._ask(x, 0, shorten, self.known)
         way, loss = first.way / lead, float(np.mean(first.losses))
         if loss <= 0 or not bool(way.any()):
-            why = "user 0's loss is not positive or its gradient is zero at the start: no scale to measure by"
+            why = (
+                "user 0's loss is not positive or its gradient is zero at the start: no scale to"
+                " measure by"
+            )
             raise DataError(why)
         step = (-REACH * loss / way.square().sum()) * way
         others = [self._ask(x, batch, shorten, {}) for batch in range(1, self.batches)]
         ahead = self._ask(x + step, 0, shorten, {})
-        left_out = {name: why for one in (first, *others, ahead) for name, why in one.left_out.items()}
+        left_out = {
+            name: why for one in (first, *others, ahead) for name, why in one.left_out.items()
+        }
         users: dict[str, Sampled] = {}
         for name in (self.me, *self.engine.names):
             if name not in left_out:
@@ -109,7 +124,11 @@ class Asking:
         return len(self.parts[self.me]) if self.me in self.parts else self.groups
 
     def _ask(
-        self, point: Tensor, batch: int, shorten: Callable[[Tensor], Tensor], known: dict[str, "OnParts"]
+        self,
+        point: Tensor,
+        batch: int,
+        shorten: Callable[[Tensor], Tensor],
+        known: dict[str, "OnParts"],
     ) -> "_Answers":
         """Ask at a point for one batch of each group; users in `parts` have but one."""
         answers = _Answers(self.me, torch.zeros_like(point))
@@ -129,7 +148,9 @@ class Asking:
                 answers.note(name, OnParts.of(row[None], 0.0, shorten, 0))
             if self.me not in self.parts:
                 lead = group < max(1, self.groups // 3)
-                answers.note(self.me, OnParts.of(g.own[None], float(g.own_loss), shorten, int(lead)))
+                answers.note(
+                    self.me, OnParts.of(g.own[None], float(g.own_loss), shorten, int(lead))
+                )
         return answers
 
 
@@ -144,13 +165,20 @@ class OnParts:
 
     @classmethod
     def of(cls, rows: Tensor, loss: float, shorten: Callable[[Tensor], Tensor], lead: int) -> Self:
-        """Return gradients of batches, with their mean loss; the first `lead` may choose the second point."""
+        """Return gradients of batches, with their mean loss.
+
+        The first `lead` may choose the second point.
+        """
         finite = math.isfinite(loss) and bool(rows.isfinite().all())
         return cls(shorten(rows).numpy(), [loss] * len(rows), rows[:lead].sum(0), finite)
 
 
 def _on_parts(
-    here: AnswersAtOwnPoints, name: str, parts: Tensor, point: Tensor, shorten: Callable[[Tensor], Tensor]
+    here: AnswersAtOwnPoints,
+    name: str,
+    parts: Tensor,
+    point: Tensor,
+    shorten: Callable[[Tensor], Tensor],
 ) -> OnParts:
     """Return a user's gradients at a point on disjoint batches."""
     pieces, lead = list[OnParts](), max(1, len(parts) // 3)
@@ -162,7 +190,9 @@ def _on_parts(
         return pieces[0]
     losses = [loss for one in pieces for loss in one.losses]
     way = functools.reduce(torch.add, (one.way for one in pieces))
-    return OnParts(np.concatenate([one.rows for one in pieces]), losses, way, all(one.finite for one in pieces))
+    return OnParts(
+        np.concatenate([one.rows for one in pieces]), losses, way, all(one.finite for one in pieces)
+    )
 
 
 @dataclass(eq=False)
@@ -172,7 +202,8 @@ class _Answers:
     me: str
     way: Tensor  # the sum of user 0's gradients that choose the second point
     losses: list[float] = field(default_factory=list)  # user 0's, by group
-    lists: dict[str, list[Array]] = field(default_factory=dict)  # by user, gradients of some groups each
+    # by user, gradients of some groups each
+    lists: dict[str, list[Array]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def note(self, name: str, one: OnParts) -> None:
@@ -199,4 +230,6 @@ def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(0)
     place = torch.randint(SKETCH, (len(like),), generator=generator).to(like.device)
     sign = (2 * torch.randint(2, (len(like),), generator=generator) - 1).to(like)
-    return lambda rows: rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
+    return lambda rows: (
+        rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
+    )

@@ -19,18 +19,41 @@ from coterie.errors import CoterieError, not_installed
 from coterie.registry import IMPORTS, import_from_environment
 
 COMMANDS = {
-    "demo": "Train a model for one writer of digits by the default rule, alone, on pooled data, "
-    "and by the paper's two.",
-    "train": "Train a personal model for one user of a table, and say whether it is better than one trained alone.",
-    "worker": "Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.",
-    "predict": "Predict the target for every row of a table, in order, with the personal model of a run.",
-    "explore": "Compare runs on one page: each one's verdict, numbers, cost and weights, "
-    "and their curves together.",
-    "plan": "Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.",
-    "reproduce": "Reproduce the paper's figures: exact curves, 100 sampled runs as bands, "
-    "a page that explains them.",
-    "bench": "Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.",
-    "list": "List rules, methods, aggregators, data sets, metrics and trackers by name, your own among them.",
+    "demo": (
+        "Train a model for one writer of digits by the default rule, alone, on pooled data, "
+        "and by the paper's two."
+    ),
+    "train": (
+        "Train a personal model for one user of a table, and say whether it is better than one"
+        " trained alone."
+    ),
+    "worker": (
+        "Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network"
+        " only."
+    ),
+    "predict": (
+        "Predict the target for every row of a table, in order, with the personal model of a run."
+    ),
+    "explore": (
+        "Compare runs on one page: each one's verdict, numbers, cost and weights, "
+        "and their curves together."
+    ),
+    "plan": (
+        "Say whether collaboration pays: the best alpha, beta and step size of each method, by its"
+        " bound."
+    ),
+    "reproduce": (
+        "Reproduce the paper's figures: exact curves, 100 sampled runs as bands, "
+        "a page that explains them."
+    ),
+    "bench": (
+        "Compare the methods on real users: honest peers, wrong peers, users alike, a user like"
+        " nobody."
+    ),
+    "list": (
+        "List rules, methods, aggregators, data sets, metrics and trackers by name, your own among"
+        " them."
+    ),
     "federate": "Train with other organisations, over NVFLARE (`coterie\\[flare]`).",
 }
 """Each command with the first sentence of its help, which `coterie --help` shows without importing the command."""
@@ -71,7 +94,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=UserWarning, module="coterie")
-            warnings.showwarning = lambda message, *_, **__: _show(self._by_options(ctx, str(message)))
+            warnings.showwarning = lambda message, *_, **__: _show(
+                self._by_options(ctx, str(message))
+            )
             try:
                 return super().invoke(ctx)
             except CoterieError as error:
@@ -84,12 +109,18 @@ class Commands(TyperGroup):
             except OSError as error:
                 message, code = f"{error.strerror or error}: {error.filename or 'the system'}", 2
             except MemoryError:
-                message, code = "there is not enough memory; take fewer rows or columns, or a smaller model", 2
+                message, code = (
+                    "there is not enough memory; take fewer rows or columns, or a smaller model",
+                    2,
+                )
             except Exception as error:
                 if type(error).__module__.startswith(OF_THE_FRAMEWORK):
                     raise
                 what = f"{type(error).__name__}: {error}"
-                message, code = f"an error that was not foreseen, {what}; `coterie --debug …` shows where", 1
+                message, code = (
+                    f"an error that was not foreseen, {what}; `coterie --debug …` shows where",
+                    1,
+                )
         _show(message)
         raise typer.Exit(code)
 
@@ -97,7 +128,9 @@ class Commands(TyperGroup):
         """Return what is said of arguments, such as `leave_out`, with the names of the command's options."""
         command = self.commands.get(ctx.invoked_subcommand or "")
         names = {
-            each.name: each.opts[0] for each in getattr(command, "params", ()) if each.opts[0].startswith("--")
+            each.name: each.opts[0]
+            for each in getattr(command, "params", ())
+            if each.opts[0].startswith("--")
         }
         return re.sub(r"`(\w+)`", lambda match: f"`{names.get(match[1], match[1])}`", message)
 
@@ -120,7 +153,11 @@ def _missing(error: ModuleNotFoundError) -> str:
     """Say which package is not there, and what brings it."""
     name = (error.name or str(error)).partition(".")[0]
     said = f"the package {name!r}"
-    return not_installed(said, EXTRAS[name]) if name in EXTRAS else f"{said} is not installed; `pip install {name}`"
+    return (
+        not_installed(said, EXTRAS[name])
+        if name in EXTRAS
+        else f"{said} is not installed; `pip install {name}`"
+    )
 
 
 def _show(message: str) -> None:
@@ -149,13 +186,19 @@ def main(
         Option(
             "--import",
             metavar="FILE.py|MODULE",
-            help="Import your own rules, methods, aggregators, sets, metrics or trackers first; repeat it. "
-            f"{IMPORTS} in the environment does the same.",
+            help=(
+                "Import your own rules, methods, aggregators, sets, metrics or trackers first;"
+                " repeat it. "
+                f"{IMPORTS} in the environment does the same."
+            ),
         ),
     ] = None,
     debug: Annotated[bool, Option("--debug", help="Show where an error comes from.")] = False,
     version: Annotated[
-        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
+        bool,
+        Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version, and end."
+        ),
     ] = False,
 ) -> None:
     """Train your model with your peers' gradients: personalized collaborative learning."""

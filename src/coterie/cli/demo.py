@@ -14,17 +14,21 @@ from coterie.cli.terminal import bar, rich_table
 
 
 def demo(
-    out: Annotated[Path, Option(help="Folder for the page and the numbers.")] = Path("coterie-demo"),
+    out: Annotated[Path, Option(help="Folder for the page and the numbers.")] = Path(
+        "coterie-demo"
+    ),
     me: Annotated[int, Option(help="The writer segment that is user 0, from 0 to 13.")] = 0,
     own_examples: Annotated[int, Option(help="How many examples user 0 learns from.")] = 30,
-    seeds: Annotated[int, Option(min=1, help="How often all is repeated, with other examples.")] = 8,
+    seeds: Annotated[
+        int, Option(min=1, help="How often all is repeated, with other examples.")
+    ] = 8,
     steps: Annotated[int, Option(min=1, help="Steps of each run.")] = 200,
 ) -> None:
     """Train a model for one writer of digits by the default rule, alone, on pooled data, and by the paper's two.
 
-    Each method takes the step size that does best on the writer's validation examples and is then judged on
-    its test examples. The numbers are written as they come; Ctrl-C shows those there are. The page begins with the
-    conclusion; whom.svg shows whom the writer listens to.
+    Each method takes the step size that does best on the writer's validation examples and is then
+    judged on its test examples. The numbers are written as they come; Ctrl-C shows those there are.
+    The page begins with the conclusion; whom.svg shows whom the writer listens to.
     """
     import torch
 
@@ -38,7 +42,9 @@ def demo(
                 out.mkdir(parents=True, exist_ok=True)
                 lines = [dataclasses.asdict(one) for one in results]
                 (out / "results.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
-                advance(f"seed {result.seed}, {result.method}: test accuracy {result.test_accuracy:.3f}")
+                advance(
+                    f"seed {result.seed}, {result.method}: test accuracy {result.test_accuracy:.3f}"
+                )
     except KeyboardInterrupt:
         console.print(f"stopped after {len(results)} of {seeds * len(experiment.METHODS)} results")
         if not results:
@@ -48,7 +54,8 @@ def demo(
     console.print(experiment.conclusion(results, me).sentence.replace("`", ""), highlight=False)
     console.print(rich_table(title, experiment.table(results)))
     console.print(
-        "± is one standard error over seeds; differences are paired by seed. Every method chose its step size "
-        f"among {', '.join(f'{lr:g}' for lr in experiment.RATES)} by validation loss."
+        "± is one standard error over seeds; differences are paired by seed. Every method chose"
+        f" its step size among {', '.join(f'{lr:g}' for lr in experiment.RATES)} by validation"
+        " loss."
     )
     console.print(f"The page: {page}")

@@ -23,11 +23,20 @@ LEAST, NAMED = 0.005, 3
 """From which share of the peers' weight on a peer is named, and how many are."""
 
 
-def for_everyone(table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions) -> bool:
-    """Say whether a model for each user is asked for: one who is called "all" is meant where there is one."""
+def for_everyone(
+    table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions
+) -> bool:
+    """Say whether a model for each user is asked for.
+
+    One who is called "all" is meant where there is one.
+    """
     if table.me != ALL:
         return False
-    data = table.data if where.engine == "in-process" else str(table.data).format(rank=Place.told().rank)
+    data = (
+        table.data
+        if where.engine == "in-process"
+        else str(table.data).format(rank=Place.told().rank)
+    )
     everyone = ALL not in users_in(data, table.user_column, sep=table.sep, decimal=table.decimal)
     if everyone and where.gather:
         raise KnobError("`--gather` is for one user 0; leave it out, or name one user in `--me`")
@@ -37,7 +46,8 @@ def for_everyone(table: TableOptions, rule: RuleOptions, how: FitOptions, where:
         raise KnobError("`--repeats` is for one user; leave it out, or name one in `--me`")
     if everyone and rule.is_method:
         raise KnobError(
-            f"`--me all` trains each user by a rule, which {rule.rule!r} is not; name one user in `--me`"
+            f"`--me all` trains each user by a rule, which {rule.rule!r} is not; name one user in"
+            " `--me`"
         )
     return everyone
 
@@ -55,7 +65,9 @@ def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     except KeyboardInterrupt:  # pressed twice
         runs = None
     if runs is None:
-        console.print(f"stopped; everything is saved in {how.out}, and the same command with --resume goes on")
+        console.print(
+            f"stopped; everything is saved in {how.out}, and the same command with --resume goes on"
+        )
         raise typer.Exit(130)
     console.print(runs.summary().splitlines()[0], highlight=False)
     for line in map(str, runs.overall):
@@ -76,8 +88,8 @@ def _check_finite(runs: Runs) -> None:
     ]
     if bad:
         raise DataError(
-            f"the gradients or the test loss of {few_of(bad)} are not finite: do not use those models; start again "
-            "with a lower `--lr`, or look for extreme values in their rows"
+            f"the gradients or the test loss of {few_of(bad)} are not finite: do not use those"
+            " models; start again with a lower `--lr`, or look for extreme values in their rows"
         )
 
 

@@ -10,10 +10,15 @@ from coterie.cli.terminal import record_of
 
 
 def explore(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders that `coterie train` wrote, or records.")],
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...", help="Folders that `coterie train` wrote, or records."),
+    ],
     out: Annotated[Path, Option(help="Where to write the page.")] = Path("coterie-explore.html"),
 ) -> None:
-    """Compare runs on one page: each one's verdict, numbers, cost and weights, and their curves together.
+    """Compare runs on one page.
+
+    Each one's verdict, numbers, cost and weights, and their curves together.
 
     Example: coterie explore run other-run --out runs.html
     """

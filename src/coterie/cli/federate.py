@@ -23,7 +23,10 @@ class ConsortiumOptions:
 
     folder: Annotated[
         Path,
-        Argument(help="Folder to write: user 0's, with one for each site in it.", rich_help_panel="Arguments"),
+        Argument(
+            help="Folder to write: user 0's, with one for each site in it.",
+            rich_help_panel="Arguments",
+        ),
     ]
     site: Annotated[list[str], Option(help="The name of a site; repeat it.")]
     server: Annotated[str, Option(help="The host name by which sites reach user 0.")]
@@ -32,7 +35,11 @@ class ConsortiumOptions:
     port: Annotated[int, Option(help="The server's port for sites.")] = 8002
     admin_port: Annotated[int, Option(help="The server's port for user 0's own commands.")] = 8003
     everyone: Annotated[
-        bool, Option("--everyone", help="Every site trains a model of its own; the server passes messages on.")
+        bool,
+        Option(
+            "--everyone",
+            help="Every site trains a model of its own; the server passes messages on.",
+        ),
     ] = False
 
 
@@ -40,18 +47,23 @@ class ConsortiumOptions:
 class OwnTableOptions:
     """User 0's table."""
 
-    data: Annotated[Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")]
+    data: Annotated[
+        Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")
+    ]
     target: Annotated[str, Option(help="The column to predict.")]
     kind: Annotated[str, Option(help="auto, classification or regression.")] = "auto"
     categorical: Annotated[
-        list[str], Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+        list[str],
+        Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it."),
     ] = field(default_factory=list)
     drop: Annotated[
         list[str],
         Option(
             metavar="COLUMN",
-            help="A column not to predict from, such as a name: the sites are told what is in the others. "
-            "Repeat it.",
+            help=(
+                "A column not to predict from, such as a name: the sites are told what is in the"
+                " others. Repeat it."
+            ),
         ),
     ] = field(default_factory=list)
     ids: Annotated[
@@ -59,10 +71,15 @@ class OwnTableOptions:
         Option(
             "--id",
             metavar="COLUMN",
-            help="The column that tells rows apart: not predicted from, and written beside every prediction.",
+            help=(
+                "The column that tells rows apart: not predicted from, and written beside every"
+                " prediction."
+            ),
         ),
     ] = None
-    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
+    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = (
+        None
+    )
 
     def columns(self) -> dict[str, Any]:
         """Return what the columns are for, as `from_table` takes it."""
@@ -80,26 +97,35 @@ class SettingsRuleOptions:
         str | None,
         Option(
             metavar="NUMBER|auto",
-            help="The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the theory advises for "
-            "what gradients of the sites show before the first step.",
+            help=(
+                "The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the"
+                " theory advises for what gradients of the sites show before the first step."
+            ),
         ),
     ] = None
     beta: Annotated[
         str | None,
         Option(
             metavar="NUMBER|auto",
-            help="How fast bc's bias estimate follows, in [0, 1]; 0.01 if left out. auto: as for --alpha.",
+            help=(
+                "How fast bc's bias estimate follows, in [0, 1]; 0.01 if left out. auto: as for"
+                " --alpha."
+            ),
         ),
     ] = None
-    knob: Annotated[list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule or method; repeat it.")] = (
-        field(default_factory=list)
-    )
+    knob: Annotated[
+        list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule or method; repeat it.")
+    ] = field(default_factory=list)
 
     def settings(self) -> dict[str, Any]:
         """Return the rule as it is written to the settings."""
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
-        for name in [name for name, value in knobs.items() if isinstance(value, FromRun) or value is None]:
-            raise KnobError(f"`--knob {name}` cannot be written to the settings; import a rule of your own")
+        for name in [
+            name for name, value in knobs.items() if isinstance(value, FromRun) or value is None
+        ]:
+            raise KnobError(
+                f"`--knob {name}` cannot be written to the settings; import a rule of your own"
+            )
         return {"rule": self.rule, "knobs": knobs}
 
 
@@ -107,7 +133,9 @@ class SettingsRuleOptions:
 class StepOptions(StepSettings):
     """The run."""
 
-    model: Annotated[str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")] = "linear"
+    model: Annotated[
+        str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")
+    ] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +143,15 @@ class MessageOptions(MessageSettings):
     """Messages, and sites that do not answer."""
 
     secure_sums: Annotated[
-        bool, Option("--secure-sums", help="See only the sum of the sites' gradients; for wga and bc.")
+        bool,
+        Option("--secure-sums", help="See only the sum of the sites' gradients; for wga and bc."),
     ] = False
 
 
 federate = typer.Typer(
-    name="federate", no_args_is_help=True, help="Train with other organisations, over NVFLARE (`coterie\\[flare]`)."
+    name="federate",
+    no_args_is_help=True,
+    help="Train with other organisations, over NVFLARE (`coterie\\[flare]`).",
 )
 
 Folder = Annotated[Path, Argument(help="User 0's folder.")]
@@ -135,9 +166,12 @@ def init(
     run: StepOptions,
     messages: MessageOptions,
 ) -> None:
-    """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
+    """Write certificates and settings.
 
-    Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site basel
+    User 0's folder, and in sites/ one folder to hand to each site.
+
+    Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site
+        basel
     """
     from coterie.federation.kits import set_up
     from coterie.federation.lead import rule_of
@@ -149,12 +183,17 @@ def init(
         raise KnobError(NO_SUMS)
     steps = {name: value for name, value in vars(run).items() if name != "model"}
     training = Training(**rule.settings(), **steps, **vars(messages))
-    own = Data(table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples)
+    own = Data(
+        table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples
+    )
     settings = LeadSettings(who.me, tuple(who.site), own, Model(run.model), training)
-    training = replace(training, lr=step_size(rule_of(settings), training.lr))  # what cannot be built is told now
+    # what cannot be built is told now
+    training = replace(training, lr=step_size(rule_of(settings), training.lr))
     settings = replace(settings, training=training)
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
-    consortium = Consortium(who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone)
+    consortium = Consortium(
+        who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone
+    )
     fingerprints = set_up(who.folder, consortium, settings, **table.columns())
     _print_next_steps(who, fingerprints)
 
@@ -168,11 +207,16 @@ def _print_next_steps(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -
         typer.echo(f"{folder}/coterie.toml   what user 0 trains")
     for site, fingerprint in fingerprints.items():
         if site != who.me:
-            typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
+            typer.echo(
+                f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key"
+            )
             typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
     typer.echo(f"{next(folder.glob('*.whl'))}   coterie itself, for every site to install")
     too = f" and coterie federate site {mine}" if who.everyone else ""
-    typer.echo(f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run {folder}")
+    typer.echo(
+        f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run"
+        f" {folder}"
+    )
 
 
 @federate.command(cls=Command)
@@ -206,17 +250,26 @@ def accept(
 
     shown = manifest.fingerprint(folder)
     typer.echo(f"{folder} has the fingerprint {shown}")
-    if fingerprint is None and not typer.confirm("Has user 0 told you the same, not in this folder?"):
-        raise KnobError(f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example")
+    if fingerprint is None and not typer.confirm(
+        "Has user 0 told you the same, not in this folder?"
+    ):
+        raise KnobError(
+            f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example"
+        )
     kit = kits.accept(folder, fingerprint or shown)
     who = f"{', '.join(kit.others)} plan" if kit.everyone else f"{kit.lead} plans"
     typer.echo(f"{who} to ask for at most {kit.gradients} gradients, of {kit.batch_size} rows each")
-    typer.echo(f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`")
+    typer.echo(
+        f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`"
+    )
 
 
 @federate.command(cls=Command)
 def site(folder: SiteFolder = Path()) -> None:
-    """Check a site's settings, connect to the server, and answer until Ctrl-C. Nothing in the folder is run."""
+    """Check a site's settings, connect to the server, and answer until Ctrl-C.
+
+    Nothing in the folder is run.
+    """
     from coterie.federation import workspace
     from coterie.federation.settings import site_settings
     from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
@@ -255,35 +308,49 @@ def _print_site(folder: Path) -> tuple[Any, Any]:
     responder = responder_of(folder)
     peer = responder.peer
     size = sum(tensor.numel() for tensor in peer.passes.model.state_dict().values())
-    typer.echo(f"the kit is the one accepted, {settings.kit}; it connects to {kit.server}:{kit.port}")
+    typer.echo(
+        f"the kit is the one accepted, {settings.kit}; it connects to {kit.server}:{kit.port}"
+    )
     rows = "a stream of examples" if peer.user.is_stream else f"{len(peer.user)} examples"
-    typer.echo(f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before")
+    typer.echo(
+        f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before"
+    )
     typer.echo(f"given at most: {peer.caps.in_words()}")
     if kit.everyone != (settings.training is not None):
         raise KnobError(
-            f"{folder} must have `sites` and [training] where everyone trains, and only there; take them from "
-            "what `federate accept` wrote"
+            f"{folder} must have `sites` and [training] where everyone trains, and only there; take"
+            " them from what `federate accept` wrote"
         )
     if settings.training is not None:
         rule_of(settings.as_lead())  # what cannot be built is told now
         typer.echo(f"trained here: {settings.training.steps} steps by {settings.training.rule!r}")
         typer.echo(f"asked and answered: {', '.join(settings.sites)}")
-        typer.echo(f"its key has the fingerprint {peer.identity.fingerprint}, to tell the other sites")
+        typer.echo(
+            f"its key has the fingerprint {peer.identity.fingerprint}, to tell the other sites"
+        )
         if unknown := [name for name in settings.sites if name not in settings.keys]:
-            typer.echo(f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on is taken")
+            typer.echo(
+                f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on"
+                " is taken"
+            )
     if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
         allowed = peer.of_planned(kit.batch_size, kit.gradients)
         planned = f"{kit.gradients} gradients of {kit.batch_size} rows that {kit.lead} plans"
         typer.echo(
-            f"of the {planned}, ε and the caps allow {allowed}, with noise of {promise['noise']:.3g} on each number"
+            f"of the {planned}, ε and the caps allow {allowed}, with noise of"
+            f" {promise['noise']:.3g} on each number"
         )
     if responder.only_sums:
         typer.echo(f"given only under masks: {responder.sums}")
-        typer.echo(f"its key has the fingerprint {responder.peer.identity.fingerprint}, to tell the other sites")
+        typer.echo(
+            f"its key has the fingerprint {responder.peer.identity.fingerprint}, to tell the other"
+            " sites"
+        )
     if size != kit.size:
         raise KnobError(
-            f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in [model]"
+            f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in"
+            " [model]"
         )
     return kit, peer
 
@@ -294,9 +361,12 @@ def run(
     resume: Annotated[bool, Option("--resume", help="Go on with the run that is there.")] = False,
     wait: Annotated[float, Option(help="Seconds to wait for the server and the sites.")] = 60.0,
 ) -> None:
-    """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run.
+    """Train: submit the job to user 0's server and follow it.
 
-    Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job; --resume goes on.
+    The model and the record land in FOLDER/run.
+
+    Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job;
+    --resume goes on.
     """
     from coterie.federation.settings import members_of
     from coterie.federation.supervision import follow_everyone, supervise
@@ -306,10 +376,16 @@ def run(
     try:
         typer.echo(follow(folder, resume=resume, wait=wait, show_line=typer.echo))
     except KeyboardInterrupt:
-        typer.echo(f"stopped; `coterie federate run {folder} --resume` goes on from what is saved", err=True)
+        typer.echo(
+            f"stopped; `coterie federate run {folder} --resume` goes on from what is saved",
+            err=True,
+        )
         raise typer.Exit(130) from None
     if everyone:
-        typer.echo("Each site's model, record and page (index.html) are in `run` in its own folder, nowhere else.")
+        typer.echo(
+            "Each site's model, record and page (index.html) are in `run` in its own folder,"
+            " nowhere else."
+        )
         return
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")

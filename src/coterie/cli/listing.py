@@ -18,7 +18,9 @@ Kind = StrEnum("Kind", ["rules", "methods", "aggregators", "sets", "metrics", "t
 
 
 def list_(
-    kinds: Annotated[list[Kind] | None, Argument(help="Which kinds; all when none is named.")] = None,
+    kinds: Annotated[
+        list[Kind] | None, Argument(help="Which kinds; all when none is named.")
+    ] = None,
 ) -> None:
     """List rules, methods, aggregators, data sets, metrics and trackers by name, your own among them.
 

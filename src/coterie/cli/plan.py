@@ -38,26 +38,39 @@ class SourceOptions:
     """Where the constants are measured."""
 
     run: Annotated[
-        Path | None, Argument(metavar="[RUN]", help="A run's folder or record, whose measured constants are taken.")
+        Path | None,
+        Argument(
+            metavar="[RUN]", help="A run's folder or record, whose measured constants are taken."
+        ),
     ] = None
     data: Annotated[
-        Path | None, Option(help="A table to measure the constants on, as `coterie train` reads it.")
+        Path | None,
+        Option(help="A table to measure the constants on, as `coterie train` reads it."),
     ] = None
-    user_column: Annotated[str, Option(help="With --data: the column that says whose row it is.")] = ""
+    user_column: Annotated[
+        str, Option(help="With --data: the column that says whose row it is.")
+    ] = ""
     target: Annotated[str, Option(help="With --data: the column to predict.")] = ""
     me: Annotated[str, Option(help="With --data: which user is user 0.")] = ""
     drop: Annotated[
-        list[str], Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it.")
+        list[str],
+        Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it."),
     ] = field(default_factory=list)
     sep: Annotated[str, Option(help="With --data: its column separator (`tab` for a tab).")] = ","
     decimal: Annotated[str, Option(help="With --data: its decimal mark.")] = "."
-    model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = "linear"
+    model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = (
+        "linear"
+    )
 
     def __post_init__(self) -> None:
         if self.run is not None and self.data is not None:
-            raise KnobError("a run and `--data` both say where the constants are measured; give one of them")
+            raise KnobError(
+                "a run and `--data` both say where the constants are measured; give one of them"
+            )
         if self.data is None:
-            check_effect(self, ("user_column", "target", "me", "drop", "sep", "decimal", "model"), "--data")
+            check_effect(
+                self, ("user_column", "target", "me", "drop", "sep", "decimal", "model"), "--data"
+            )
 
 
 @dataclass
@@ -65,32 +78,48 @@ class ConstantOptions:
     """Constants that are given."""
 
     n_peers: Annotated[int | None, Option(help="N, the number of peers.")] = None
-    noise: Annotated[float | None, Option(help="σ_0, the standard deviation of the own gradient noise.")] = None
-    peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = None
-    bias_floor: Annotated[float | None, Option(help="ζ, the peers' bias where your objective is stationary.")] = (
+    noise: Annotated[
+        float | None, Option(help="σ_0, the standard deviation of the own gradient noise.")
+    ] = None
+    peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = (
         None
     )
-    bias_growth: Annotated[float | None, Option(help="m, how their squared bias grows with ‖∇f_0‖²; else 0.")] = (
-        None
-    )
-    hessian_gap: Annotated[float | None, Option(help="δ, how much the peers' Hessians differ from yours.")] = None
+    bias_floor: Annotated[
+        float | None, Option(help="ζ, the peers' bias where your objective is stationary.")
+    ] = None
+    bias_growth: Annotated[
+        float | None, Option(help="m, how their squared bias grows with ‖∇f_0‖²; else 0.")
+    ] = None
+    hessian_gap: Annotated[
+        float | None, Option(help="δ, how much the peers' Hessians differ from yours.")
+    ] = None
     smoothness: Annotated[float | None, Option(help="L, the smoothness of your objective.")] = None
-    pl: Annotated[float | None, Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")] = None
-    initial_gap: Annotated[float | None, Option(help="F_0, the loss at the start above the least.")] = None
+    pl: Annotated[float | None, Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")] = (
+        None
+    )
+    initial_gap: Annotated[
+        float | None, Option(help="F_0, the loss at the start above the least.")
+    ] = None
 
 
 @dataclass
 class PlanOptions:
     """What is asked."""
 
-    steps: Annotated[int | None, Option(help="T, the number of steps; else the run's, or 1000.")] = None
+    steps: Annotated[
+        int | None, Option(help="T, the number of steps; else the run's, or 1000.")
+    ] = None
     alpha: Annotated[float | None, Option(help="α for WGA; the best if left out.")] = None
     exchange_cost: Annotated[
         float | None,
-        Option(min=0.0, help="R, what an exchange costs in gradients: also say how often to exchange."),
+        Option(
+            min=0.0, help="R, what an exchange costs in gradients: also say how often to exchange."
+        ),
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False
-    out: Annotated[Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")] = None
+    out: Annotated[
+        Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.exchange_cost is not None and not np.isfinite(self.exchange_cost):
@@ -102,23 +131,38 @@ class PromiseOptions:
     """Peers that promise privacy: what it costs, and when it pays."""
 
     epsilon: Annotated[
-        float | None, Option(help="ε that each peer promises for each of its rows, over the whole run.")
+        float | None,
+        Option(help="ε that each peer promises for each of its rows, over the whole run."),
     ] = None
     delta: Annotated[float, Option(help="With --epsilon: δ, less than one over --examples.")] = 1e-5
     clip: Annotated[
-        float, Option(help="With --epsilon: the norm that each row's gradient is clipped to. Few should be longer.")
+        float,
+        Option(
+            help=(
+                "With --epsilon: the norm that each row's gradient is clipped to. Few should be"
+                " longer."
+            )
+        ),
     ] = 1.0
     examples: Annotated[
-        int | None, Option(min=1, help="With --epsilon: how many rows a peer has; else the run's mean.")
+        int | None,
+        Option(min=1, help="With --epsilon: how many rows a peer has; else the run's mean."),
     ] = None
-    parameters: Annotated[int | None, Option(min=1, help="With --epsilon: d, how many the model trains.")] = None
+    parameters: Annotated[
+        int | None, Option(min=1, help="With --epsilon: d, how many the model trains.")
+    ] = None
     batch_size: Annotated[
-        int | None, Option(min=1, help="With --epsilon: rows behind a gradient; all of them if left out.")
+        int | None,
+        Option(min=1, help="With --epsilon: rows behind a gradient; all of them if left out."),
     ] = None
     gradients: Annotated[
         int | None,
         Option(
-            min=1, help="With --epsilon: how many a peer gives; one a step if left out, adaptive averaging: 4.5."
+            min=1,
+            help=(
+                "With --epsilon: how many a peer gives; one a step if left out, adaptive averaging:"
+                " 4.5."
+            ),
         ),
     ] = None
 
@@ -128,21 +172,29 @@ class PromiseOptions:
 
 
 @grouped
-def plan(measured: SourceOptions, known: ConstantOptions, promised: PromiseOptions, asked: PlanOptions) -> None:
-    """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.
+def plan(
+    measured: SourceOptions, known: ConstantOptions, promised: PromiseOptions, asked: PlanOptions
+) -> None:
+    """Say whether collaboration pays.
 
-    The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a table (--data). An
-    option goes before what was measured. Measured peers count as alike, with the mean of their constants.
+    The best alpha, beta and step size of each method, by its bound.
 
-    With --epsilon peers promise (ε, δ) for each of their rows. For that they add noise to every gradient: less of
-    it with more rows, fewer parameters, fewer gradients. Averaging then needs more peers for the same gain; how
-    many, and what is lost with those there are, is printed below the table.
+    The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a
+    table (--data). An option goes before what was measured. Measured peers count as alike, with the
+    mean of their constants.
+
+    With --epsilon peers promise (ε, δ) for each of their rows. For that they add noise to every
+    gradient: less of it with more rows, fewer parameters, fewer gradients. Averaging then needs
+    more peers for the same gain; how many, and what is lost with those there are, is printed below
+    the table.
 
     Example: coterie plan run --steps 5000 --epsilon 4 --parameters 650 --out plan
     """
     problem, doubted, steps = _problem(measured, known, asked.steps)
     choices = theory.plan(problem, steps, asked.alpha)
-    promise = None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
+    promise = (
+        None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
+    )
     cost = None if promise is None else theory.promise_cost(problem, steps, promise, asked.alpha)
     if asked.as_json:
         _print_json(problem, steps, choices, asked.exchange_cost, cost, doubted)
@@ -162,7 +214,8 @@ def _problem(
 ) -> tuple[theory.Constants, theory.Constants | None, int]:
     """Return the constants, a given one before a measured one, and the number of steps.
 
-    Where they are measured, also those with biases two standard errors larger, which say what may be claimed.
+    Where they are measured, also those with biases two standard errors larger, which say what may
+    be claimed.
     """
     estimates: Estimates | None = None
     if measured.run is not None:
@@ -175,31 +228,44 @@ def _problem(
     options = {name: value for name, value in asdict(known).items() if value is not None}
     constants = (_alike(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
-        raise KnobError(f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured")
+        raise KnobError(
+            f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured"
+        )
     doubted = None
     if estimates and known.bias_floor is None:
         doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)
     return theory.Constants(**constants), doubted, steps
 
 
-def _promise(promised: PromiseOptions, epsilon: float, measured: SourceOptions, steps: int) -> theory.Promise:
-    """Return what peers promise; how many rows they have is a run's to tell where it is not said."""
+def _promise(
+    promised: PromiseOptions, epsilon: float, measured: SourceOptions, steps: int
+) -> theory.Promise:
+    """Return what peers promise.
+
+    How many rows they have is a run's to tell where it is not said.
+    """
     examples = promised.examples
     if examples is None and measured.run is not None:
-        told = [n for n in record_of(measured.run).configuration.peers.values() if isinstance(n, int)]
+        told = [
+            n for n in record_of(measured.run).configuration.peers.values() if isinstance(n, int)
+        ]
         examples = round(np.mean(told)) if told else None
     for name, value in {"examples": examples, "parameters": promised.parameters}.items():
         if value is None:
             raise KnobError(f"`--{name}` is missing: the noise behind `--epsilon` depends on it")
     privacy = Privacy(epsilon, promised.delta, promised.clip)
     count = promised.gradients or steps
-    return theory.Promise(privacy, examples or 0, promised.parameters or 0, count, promised.batch_size)
+    return theory.Promise(
+        privacy, examples or 0, promised.parameters or 0, count, promised.batch_size
+    )
 
 
 def _on_table(data: Path, roles: SourceOptions, steps: int) -> Estimates:
     from coterie.tables.fit import measured
 
-    table = {name: value for name, value in asdict(roles).items() if name not in ("run", "data", "model")}
+    table = {
+        name: value for name, value in asdict(roles).items() if name not in ("run", "data", "model")
+    }
     return measured(data, model=roles.model, steps=steps, **table)
 
 
@@ -218,8 +284,15 @@ def _print_json(
         fewer = exchange_choices(problem, steps, exchange_cost)
         shown["exchanges"] = {kind: asdict(one) for kind, one in fewer.items()}
     if cost is not None:
-        choice = {name: numbers(each) for name, each in (("plain", cost.plain), ("private", cost.private))}
-        shown["promise"] = {"noise": cost.noise, "worth": cost.worth, **choice, "pays_from": cost.pays_from}
+        choice = {
+            name: numbers(each) for name, each in (("plain", cost.plain), ("private", cost.private))
+        }
+        shown["promise"] = {
+            "noise": cost.noise,
+            "worth": cost.worth,
+            **choice,
+            "pays_from": cost.pays_from,
+        }
     typer.echo(json.dumps(shown, indent=2))
 
 
@@ -239,11 +312,14 @@ def _print_tables(
         title = f"In the time of {steps} steps with an exchange each"
         console.print(rich_table(title, exchange_cells(problem, steps, exchange_cost)))
         console.print(
-            exchange_sentence(exchange_choices(problem, steps, exchange_cost), exchange_cost), highlight=False
+            exchange_sentence(exchange_choices(problem, steps, exchange_cost), exchange_cost),
+            highlight=False,
         )
 
 
-def _print_promise(promise: theory.Promise, cost: theory.PromiseCost, alone: theory.Choice, n_peers: int) -> None:
+def _print_promise(
+    promise: theory.Promise, cost: theory.PromiseCost, alone: theory.Choice, n_peers: int
+) -> None:
     console = terminal.console()
     title = f"With peers that promise {promise.privacy.in_words()}"
     console.print(rich_table(title, promise_cells(alone, cost)))
@@ -253,7 +329,10 @@ def _print_promise(promise: theory.Promise, cost: theory.PromiseCost, alone: the
 
 def _estimates(record: Record, run: Path) -> Estimates:
     if not record.configuration.estimates:
-        why = record.configuration.not_measured or "it was trained alone, by a method, or with `measure=False`"
+        why = (
+            record.configuration.not_measured
+            or "it was trained alone, by a method, or with `measure=False`"
+        )
         raise DataError(f"the run in {run} has no measured constants: {why}; give them by options")
     return Estimates.from_plain(record.configuration.estimates)
 

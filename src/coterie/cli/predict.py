@@ -19,32 +19,50 @@ STANDARD_INPUT = Path("/dev/stdin")
 def predict(
     folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
     file: Annotated[
-        Path, Argument(metavar="FILE", help="A CSV or Parquet file with the same columns; - for standard input.")
+        Path,
+        Argument(
+            metavar="FILE",
+            help="A CSV or Parquet file with the same columns; - for standard input.",
+        ),
     ],
-    out: Annotated[Path | None, Option(help="Where to write the CSV; standard output when not given.")] = None,
+    out: Annotated[
+        Path | None, Option(help="Where to write the CSV; standard output when not given.")
+    ] = None,
     sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ",",
     decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = ".",
     coverage: Annotated[
         float | None,
-        Option(help="Also give intervals, or sets of classes, that hold the truth in this share of the rows: 0.9."),
+        Option(
+            help=(
+                "Also give intervals, or sets of classes, that hold the truth in this share of the"
+                " rows: 0.9."
+            )
+        ),
     ] = None,
     model: Annotated[
-        str | None, Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own.")
+        str | None,
+        Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own."),
     ] = None,
     raw: Annotated[
-        bool, Option("--raw", help="Write texts as they are, also those that a spreadsheet would run (=1+1).")
+        bool,
+        Option(
+            "--raw", help="Write texts as they are, also those that a spreadsheet would run (=1+1)."
+        ),
     ] = False,
 ) -> None:
     """Predict the target for every row of a table, in order, with the personal model of a run.
 
-    Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each class. The
-    column that `coterie train --id` named comes first. With --coverage also `lower` and `upper`, or `set`. An
-    apostrophe stands before texts that a spreadsheet would run as a formula, unless `--raw` is given.
+    Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each
+    class. The column that `coterie train --id` named comes first. With --coverage also `lower` and
+    `upper`, or `set`. An apostrophe stands before texts that a spreadsheet would run as a formula,
+    unless `--raw` is given.
 
     Example: coterie predict run new_visits.csv --coverage 0.9 --out predictions.csv
     """
     if out is not None and not out.absolute().parent.is_dir():
-        raise KnobError(f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another")
+        raise KnobError(
+            f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another"
+        )
     source, names = STANDARD_INPUT if str(file) == "-" else file, columns_of_names(folder)
     rows = read_table(source, sep=sep, decimal=decimal, as_written=names)
     table = predictions(folder, rows, model, coverage)

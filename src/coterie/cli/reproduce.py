@@ -14,16 +14,21 @@ def reproduce(
         list[str] | None,
         Argument(
             metavar="[FIGURE]...",
-            help="Figures to make, of comparison, bias_on_bc, bias_on_wga, peers_on_bc, alone_steps, gain_factor, "
-            "bias_growth, mean_estimation, tuned_comparison, drift; all when none is named.",
+            help=(
+                "Figures to make, of comparison, bias_on_bc, bias_on_wga, peers_on_bc, alone_steps,"
+                " gain_factor, "
+                "bias_growth, mean_estimation, tuned_comparison, drift; all when none is named."
+            ),
         ),
     ] = None,
-    out: Annotated[Path, Option(help="Folder for the figures, results.json and index.html.")] = Path(
-        "coterie-reproduction"
-    ),
+    out: Annotated[
+        Path, Option(help="Folder for the figures, results.json and index.html.")
+    ] = Path("coterie-reproduction"),
     seed: Annotated[int, Option(help="What the sampled runs depend on.")] = 0,
 ) -> None:
-    """Reproduce the paper's figures: exact curves, 100 sampled runs as bands, a page that explains them.
+    """Reproduce the paper's figures.
+
+    Exact curves, 100 sampled runs as bands, a page that explains them.
 
     Example: coterie reproduce comparison drift --out figures
     """

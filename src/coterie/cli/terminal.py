@@ -1,4 +1,7 @@
-"""What commands share: tables and progress in the terminal, and the record of a run that is named."""
+"""What commands share.
+
+Tables and progress in the terminal, and the record of a run that is named.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +24,12 @@ def console(*, errors: bool = False) -> "Console":
     return Console(stderr=errors, markup=False)
 
 
-def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: str | None = None) -> "Table":
-    """Return rows as a table: the first column and columns of words to the left, the others to the right.
+def rich_table(
+    title: str | None, rows: Sequence[Mapping[str, Any]], caption: str | None = None
+) -> "Table":
+    """Return rows as a table.
+
+    The first column and columns of words to the left, the others to the right.
 
     What is too wide for the terminal is folded, never cut: names must be told apart.
     """
@@ -32,7 +39,9 @@ def rich_table(title: str | None, rows: Sequence[Mapping[str, Any]], caption: st
     for i, column in enumerate(rows[0]):
         cells = [cell for row in rows if (cell := str(row[column]))]
         words = bool(cells) and all(cell[0].isalpha() for cell in cells)
-        table.add_column(str(column), justify="left" if words or not i else "right", overflow="fold")
+        table.add_column(
+            str(column), justify="left" if words or not i else "right", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(str(cell) for cell in row.values()))
     return table
@@ -42,9 +51,14 @@ def record_of(run: Path) -> Record:
     """Return the record of a run that is named by its folder or by its record."""
     path = run / "record.jsonl" if run.is_dir() else run
     if not path.exists() and (several := sorted(run.glob("*/record.jsonl"))):
-        raise DataError(f"{run} holds a run for each user; name one of them, such as {several[0].parent}")
+        raise DataError(
+            f"{run} holds a run for each user; name one of them, such as {several[0].parent}"
+        )
     if not path.exists():
-        raise DataError(f"{run} holds no run: there is no {path}; name the folder that `coterie train --out` wrote")
+        raise DataError(
+            f"{run} holds no run: there is no {path}; name the folder that `coterie train --out`"
+            " wrote"
+        )
     return Record.load(path)
 
 
@@ -55,13 +69,24 @@ def to_apply(folder: Path, model: str) -> str:
         >>> to_apply(Path("my run"), "nets:small")
         "coterie predict 'my run' FILE --model nets:small"
     """
-    return f"coterie predict {quote(str(folder))} FILE" + (f" --model {quote(model)}" if ":" in model else "")
+    return f"coterie predict {quote(str(folder))} FILE" + (
+        f" --model {quote(model)}" if ":" in model else ""
+    )
 
 
 @contextmanager
 def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Give a function of what is done, and of how many more of `total` that makes (1); shown in a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Give a function of what is done, and of how many more of `total` that makes (1).
+
+    Shown in a terminal.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}", markup=False),

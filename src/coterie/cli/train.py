@@ -31,10 +31,11 @@ from coterie.training.run import Run
 def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:
     """Train a personal model for one user of a table, and say whether it is better than one trained alone.
 
-    User 0's rows are split into training, validation (which chooses the best model) and test (used once,
-    at the end). Ctrl-C saves and stops; --resume goes on.
+    User 0's rows are split into training, validation (which chooses the best model) and test (used
+    once, at the end). Ctrl-C saves and stops; --resume goes on.
 
-    Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out run
+    Example: coterie train --data visits.csv --user-column hospital --target ill --me Geneva --out
+        run
 
     A model for each user, in one command: --me all
 
@@ -46,7 +47,8 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     With a rule of your own: coterie --import own.py train --rule own --knob strength=0.3 …
 
-    With a process for each user, also with --me all: torchrun --nproc-per-node 4 -m coterie train --engine torch …
+    With a process for each user, also with --me all: torchrun --nproc-per-node 4 -m coterie train
+    --engine torch …
     """
     import torch
 
@@ -54,7 +56,9 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     torch.set_num_threads(how.threads)
     if rule.rule == "alone" and how.exchange_every > 1:
-        raise KnobError("`--exchange-every` has no effect with `--rule alone`, which asks nobody; leave it out")
+        raise KnobError(
+            "`--exchange-every` has no effect with `--rule alone`, which asks nobody; leave it out"
+        )
     everyone = for_everyone(table, rule, how, where)
     table, rule = _in_closed_form(table, rule, how, where)
     if everyone and where.engine == "in-process":
@@ -64,18 +68,27 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     if users is None:
         return None
     task, peers, changed = users
-    settings, chosen = how.settings() | changed, rule.build(RunFacts(len(task.me), peers, how.steps))
+    settings, chosen = (
+        how.settings() | changed,
+        rule.build(RunFacts(len(task.me), peers, how.steps)),
+    )
     settings["lr"] = step_size(chosen, how.lr)
-    settings["again"] = [functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)]
+    settings["again"] = [
+        functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)
+    ]
     try:
         run = fit(task, chosen, **settings)
     except KeyboardInterrupt:  # pressed twice
         run = None
     console, out = terminal.console(), settings["out"]
     if run is None:
-        console.print(f"stopped; everything is saved in {out}, and the same command with --resume goes on")
+        console.print(
+            f"stopped; everything is saved in {out}, and the same command with --resume goes on"
+        )
         raise typer.Exit(130)
-    _print_result(run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {_counted(len(peers))}")
+    _print_result(
+        run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {_counted(len(peers))}"
+    )
     only = ", which no other process sees" if everyone else ""
     console.print(f"Model, preparation, record and a page (index.html){only}: {out}")
     console.print(f"To apply it: {to_apply(out, how.model)}", soft_wrap=True)
@@ -86,8 +99,15 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 def _in_closed_form(
     table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions
 ) -> tuple[TableOptions, RuleOptions]:
-    """Name the rule that auto stands for. The closed form judges by folds of the own rows, and holds none out."""
-    stepwise = any(getattr(how, each.name) != each.default for each in fields(StepSettings) if each.name != "seed")
+    """Name the rule that auto stands for.
+
+    The closed form judges by folds of the own rows, and holds none out.
+    """
+    stepwise = any(
+        getattr(how, each.name) != each.default
+        for each in fields(StepSettings)
+        if each.name != "seed"
+    )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     linear = how.model == "linear" and where.engine == "in-process" and table.weights is None
     if rule.rule != "auto" or stepwise or knobs or not linear:
@@ -103,7 +123,11 @@ def _users(
 
     None where it is a peer, and the run is over.
     """
-    data, patience, changed = str(table.data), where.timeout or 120.0, {"device": cluster.here(how.device)}
+    data, patience, changed = (
+        str(table.data),
+        where.timeout or 120.0,
+        {"device": cluster.here(how.device)},
+    )
     if everyone:
         meeting = Meeting(patience)
         columns = {name: value for name, value in table.settings().items() if name != "me"}
@@ -114,7 +138,9 @@ def _users(
         if group.rank:
             _follow(group, table, how, where)
             return None
-        group, task, sizes = cluster.lead(group, data, model=how.model, seed=how.seed, **table.settings())
+        group, task, sizes = cluster.lead(
+            group, data, model=how.model, seed=how.seed, **table.settings()
+        )
         return task, sizes, changed | {"engine": where.over(group)}
     task = from_table(table.data, seed=how.seed, **table.settings())
     return task, {peer.name: len(peer) for peer in task.peers}, {}
@@ -127,23 +153,33 @@ def _counted(peers: int) -> str:
 def _check_repeats(rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:
     """Refuse to repeat what has nothing to be compared with, or whose peers are elsewhere."""
     if how.repeats > 1 and where.engine == "torch":
-        raise KnobError("`--repeats` is for users in this process; leave it out, or `--engine torch`")
+        raise KnobError(
+            "`--repeats` is for users in this process; leave it out, or `--engine torch`"
+        )
     if how.repeats > 1 and rule.rule == "alone":
-        raise KnobError("`--repeats` compares with training alone, which `--rule alone` is; leave it out")
+        raise KnobError(
+            "`--repeats` compares with training alone, which `--rule alone` is; leave it out"
+        )
 
 
-def _split_again(table: TableOptions, rule: RuleOptions, how: FitOptions, k: int) -> tuple[TableTask, Any]:
+def _split_again(
+    table: TableOptions, rule: RuleOptions, how: FitOptions, k: int
+) -> tuple[TableTask, Any]:
     """Return the task with user 0's rows split in another way, and the rule for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is told of a table is told once
         task = from_table(table.data, seed=how.seed + k, **table.settings())
-    return task, rule.build(RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps))
+    return task, rule.build(
+        RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps)
+    )
 
 
 def _follow(group: Group, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
-    part = functools.partial(cluster.part_of, group, str(table.data), *whose, sep=table.sep, decimal=table.decimal)
+    part = functools.partial(
+        cluster.part_of, group, str(table.data), *whose, sep=table.sep, decimal=table.decimal
+    )
     cluster.follow(group, part, how.model, how.device, secure_sums=where.secure_sums)
 
 
@@ -160,6 +196,6 @@ def _check_finite(run: Run) -> None:
     loss = run.test["loss"]
     if not math.isfinite(loss):
         raise DataError(
-            f"the test loss is {loss}, so the model is of no use; start again with a lower `--lr`, or look for "
-            "extreme values in the table"
+            f"the test loss is {loss}, so the model is of no use; start again with a lower `--lr`,"
+            " or look for extreme values in the table"
         )

@@ -10,13 +10,17 @@ from coterie.tables import cluster
 
 @grouped
 def worker(table: PeerTableOptions, gives: GivingOptions, how: ProcessOptions) -> None:
-    """Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.
+    """Be a peer: give user 0 gradients of these rows, until its run ends.
 
-    User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is: RANK (0 is user
-    0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine). COTERIE_SECRET_FILE may name a file with a
-    secret that all processes share, and that strangers lack.
+    For a trusted network only.
 
-    Example: RANK=2 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 coterie worker --data basel.csv --name Basel
+    User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is:
+    RANK (0 is user 0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine).
+    COTERIE_SECRET_FILE may name a file with a secret that all processes share, and that strangers
+    lack.
+
+    Example: RANK=2 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 coterie worker --data basel.csv
+        --name Basel
     """
     import torch
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from coterie.arguments import instance, listed, one_of, optional
-from coterie.data.columns import MAX_CLASSES, check_features, check_numbers, check_target, weights_in, with_numbers
+from coterie.data.columns import (
+    MAX_CLASSES,
+    check_features,
+    check_numbers,
+    check_target,
+    weights_in,
+    with_numbers,
+)
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.reading import few_of, read_table
 from coterie.errors import DataError
@@ -46,7 +53,9 @@ def roles_in(
     ids: str | None = None,
     weights: str | None = None,
 ) -> Roles:
-    """Return what the columns of a table are for; names that are not there, or have no effect, are refused.
+    """Return what the columns of a table are for.
+
+    Names that are not there, or have no effect, are refused.
 
     Example:
         >>> import pandas as pd
@@ -62,22 +71,37 @@ def roles_in(
         if column not in frame.columns:
             raise DataError(f"the table has no column {column!r}; it has {few_of(frame.columns)}")
     if len(taken) < sum(column is not None for column in other.values()):
-        twice = next(c for c in taken if sum(c == other_column for other_column in other.values()) > 1)
+        twice = next(
+            c for c in taken if sum(c == other_column for other_column in other.values()) > 1
+        )
         roles = " and ".join(f"`{role}`" for role, column in other.items() if column == twice)
         raise DataError(f"{roles} name the same column, {twice!r}; name two")
-    for option, columns in (("features", wanted or ()), ("drop", dropped), ("categorical", categories)):
+    for option, columns in (
+        ("features", wanted or ()),
+        ("drop", dropped),
+        ("categorical", categories),
+    ):
         for column in columns:
             if column in taken:
-                raise DataError(f"`{option}` names {column!r}, which is the `{taken[column]}`; leave it out there")
+                raise DataError(
+                    f"`{option}` names {column!r}, which is the `{taken[column]}`; leave it out"
+                    " there"
+                )
     if wanted is not None and (lost := [column for column in dropped if column not in wanted]):
-        raise DataError(f"`drop` names {lost[0]!r}, which is not among `features`; it has no effect")
+        raise DataError(
+            f"`drop` names {lost[0]!r}, which is not among `features`; it has no effect"
+        )
     if wanted is not None and (both := [column for column in dropped if column in wanted]):
         raise DataError(f"`features` and `drop` both name {both[0]!r}; leave it out of one")
     if ids is not None and (ids == "prediction" or ids.startswith("probability_")):
-        raise DataError(f"`ids` names {ids!r}, which is the name of a column of the predictions; rename it")
-    kept = tuple(c for c in (wanted or frame.columns) if c not in taken and c not in dropped)
+        raise DataError(
+            f"`ids` names {ids!r}, which is the name of a column of the predictions; rename it"
+        )
+    kept = tuple(c for c in wanted or frame.columns if c not in taken and c not in dropped)
     if not kept:
-        raise DataError("no column is left to predict from; name some in `features`, or fewer in `drop`")
+        raise DataError(
+            "no column is left to predict from; name some in `features`, or fewer in `drop`"
+        )
     if lost := [column for column in categories if column not in kept]:
         raise DataError(f"`categorical` names {lost[0]!r}, which is no feature; it has no effect")
     return Roles(user_column, target, kept, categories, ids, weights)
@@ -87,7 +111,8 @@ def roles_in(
 class CheckedTable:
     """A table whose columns are what they should be."""
 
-    rows: Mapping[str, pd.DataFrame]  # of each user who is not left out, by name, in the table's order
+    # of each user who is not left out, by name, in the table's order
+    rows: Mapping[str, pd.DataFrame]
     left_out: Mapping[str, str]  # whose rows cannot be used, and why
     roles: Roles
     targets: pd.Series[Any]  # everybody's
@@ -113,7 +138,9 @@ def checked_table(
     prepared: bool = False,
     **columns: Any,
 ) -> CheckedTable:
-    """Read a table and check its columns; see `from_table`. `prepared`: the features were checked before.
+    """Read a table and check its columns.
+
+    See `from_table`. `prepared`: the features were checked before.
 
     What is wrong with the rows of `me` is an error; others are left out for it.
     """
@@ -148,7 +175,9 @@ def checked_table(
     if not prepared:
         check_target(targets, kind)
     targets = pd.concat([targets, pd.Series(elsewhere)]) if elsewhere else targets
-    return CheckedTable(usable, left_out, roles, targets, _kind_of(targets) if kind == "auto" else kind)
+    return CheckedTable(
+        usable, left_out, roles, targets, _kind_of(targets) if kind == "auto" else kind
+    )
 
 
 def reasons(left_out: Mapping[str, str], most: int = 3) -> str:
@@ -159,7 +188,9 @@ def reasons(left_out: Mapping[str, str], most: int = 3) -> str:
         "'a': no target; and so on, for 1 more"
     """
     told = [f"{name!r}: {why}" for name, why in left_out.items()]
-    return "; ".join(told[:most] + ([f"and so on, for {len(told) - most} more"] if len(told) > most else []))
+    return "; ".join(
+        told[:most] + ([f"and so on, for {len(told) - most} more"] if len(told) > most else [])
+    )
 
 
 def _by_user(
@@ -184,13 +215,17 @@ def _has_numbers(rows: Mapping[str, pd.DataFrame], target: str) -> bool:
     return sum(types.is_numeric_dtype(each[target]) for each in rows.values()) > len(rows) / 2
 
 
-def check_users(there: Iterable[str], user_column: str, me: str | None, leave_out: Sequence[str]) -> None:
+def check_users(
+    there: Iterable[str], user_column: str, me: str | None, leave_out: Sequence[str]
+) -> None:
     """Refuse names that no row has, and a user 0 who is left out."""
     there = set(there)
     for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
         if name is not None and name not in there:
             users = few_of(sorted(there))
-            raise DataError(f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}")
+            raise DataError(
+                f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}"
+            )
     if me in leave_out:
         raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")
 
@@ -221,7 +256,11 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
     if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
         return "classification"
     values = np.unique(target.to_numpy(dtype=float))
-    return "classification" if len(values) <= MAX_CLASSES and np.all(values == values.round()) else "regression"
+    return (
+        "classification"
+        if len(values) <= MAX_CLASSES and np.all(values == values.round())
+        else "regression"
+    )
 
 
 LEAST_ROWS = 20
@@ -234,7 +273,9 @@ MOST_ROWS = 2000
 """On so many rows at most a column is tried as the only feature."""
 
 
-def warn_of_suspicious(frame: pd.DataFrame, training: pd.DataFrame, target: str, preparation: Preparation) -> None:
+def warn_of_suspicious(
+    frame: pd.DataFrame, training: pd.DataFrame, target: str, preparation: Preparation
+) -> None:
     """Warn of features that look like ids or dates in the table, or like the target in the training rows."""
     features = [*preparation.numeric, *preparation.categorical]
     for column in features:
@@ -242,13 +283,15 @@ def warn_of_suspicious(frame: pd.DataFrame, training: pd.DataFrame, target: str,
         if looks:
             remedy = f"if it is, leave it out: {_dropping(column)}"
             remedy += (
-                f", or carry it along: `ids={column!r}` (`--id {quote(column)}`)" if "id" in looks.split() else ""
+                f", or carry it along: `ids={column!r}` (`--id {quote(column)}`)"
+                if "id" in looks.split()
+                else ""
             )
             warnings.warn(f"column {column!r} looks like {looks}; {remedy}", stacklevel=3)
     for column, share in leaking(training, target, preparation):
         warnings.warn(
-            f"column {column!r} alone tells {target!r} in {share:.0%} of the training rows; if it is known "
-            f"afterwards only, leave it out: {_dropping(column)}",
+            f"column {column!r} alone tells {target!r} in {share:.0%} of the training rows; if it"
+            f" is known afterwards only, leave it out: {_dropping(column)}",
             stacklevel=3,
         )
 
@@ -258,7 +301,9 @@ def _dropping(column: str) -> str:
 
 
 def looks_like_an_id(values: pd.Series[Any]) -> str:
-    """Say that a column looks like an id, "" where it does not: no value twice, in text or in crowded numbers.
+    """Say that a column looks like an id, "" where it does not.
+
+    No value twice, in text or in crowded numbers.
 
     Example:
         >>> import pandas as pd
@@ -274,7 +319,9 @@ def looks_like_an_id(values: pd.Series[Any]) -> str:
     if count < LEAST_ROWS or types.is_bool_dtype(there):
         return ""
     if types.is_numeric_dtype(there):
-        crowded = bool((there % 1 == 0).all()) and float(there.max() - there.min()) < CROWDED * count
+        crowded = (
+            bool((there % 1 == 0).all()) and float(there.max() - there.min()) < CROWDED * count
+        )
         suspicious = different == count and crowded
     else:
         suspicious = different > count / 2
@@ -282,7 +329,9 @@ def looks_like_an_id(values: pd.Series[Any]) -> str:
 
 
 def looks_like_a_date(values: pd.Series[Any]) -> str:
-    """Say that a column of numbers looks like dates, as 20240131 or as seconds since 1970; "" where it does not.
+    """Say that a column of numbers looks like dates, as 20240131 or as seconds since 1970.
+
+    "" where it does not.
 
     Example:
         >>> import pandas as pd
@@ -293,18 +342,29 @@ def looks_like_a_date(values: pd.Series[Any]) -> str:
     from pandas.api import types
 
     there = values.dropna()
-    if not len(there) or not types.is_numeric_dtype(there) or types.is_bool_dtype(there) or (there % 1 != 0).any():
+    if (
+        not len(there)
+        or not types.is_numeric_dtype(there)
+        or types.is_bool_dtype(there)
+        or (there % 1 != 0).any()
+    ):
         return ""
     days = there.between(19000101, 21001231)
-    as_days = days.all() and pd.to_datetime(there.astype("int64").astype(str), errors="coerce").notna().all()
+    as_days = (
+        days.all()
+        and pd.to_datetime(there.astype("int64").astype(str), errors="coerce").notna().all()
+    )
     seconds = there.between(5e8, 4e9).all() or there.between(5e11, 4e12).all()  # or milliseconds
     return f"dates ({there.iloc[0]:.0f})" if as_days or (seconds and there.nunique() > 1) else ""
 
 
-def leaking(training: pd.DataFrame, target: str, preparation: Preparation) -> Iterator[tuple[str, float]]:
+def leaking(
+    training: pd.DataFrame, target: str, preparation: Preparation
+) -> Iterator[tuple[str, float]]:
     """Yield the columns that tell the target by themselves, with the share of the rows in which they do.
 
-    A small tree sees one column of the other rows, in five folds. Of numbers the share is that of their variance.
+    A small tree sees one column of the other rows, in five folds. Of numbers the share is that of
+    their variance.
     """
     from sklearn.model_selection import cross_val_predict
     from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
@@ -315,13 +375,17 @@ def leaking(training: pd.DataFrame, target: str, preparation: Preparation) -> It
     counts = np.unique(truth, return_counts=True)[1]
     if len(rows) < LEAST_ROWS or len(counts) < 2 or (classes and counts.min() < 5):
         return
-    tree = (DecisionTreeClassifier if classes else DecisionTreeRegressor)(min_samples_leaf=2, random_state=0)
+    tree = (DecisionTreeClassifier if classes else DecisionTreeRegressor)(
+        min_samples_leaf=2, random_state=0
+    )
     base = counts.max() / len(truth) if classes else 0.0
     for column in (*preparation.numeric, *preparation.categorical):
         codes = rows[[column]]
         if column in preparation.categorical:
             codes = codes.astype(str).apply(lambda values: values.astype("category").cat.codes)
         told = cross_val_predict(tree, codes.to_numpy(dtype=float), truth, cv=5)
-        share = np.mean(told == truth) if classes else 1 - np.mean((told - truth) ** 2) / np.var(truth)
+        share = (
+            np.mean(told == truth) if classes else 1 - np.mean((told - truth) ** 2) / np.var(truth)
+        )
         if share >= NEARLY_ALL and 1 - share < (1 - base) / 4:
             yield column, float(share)

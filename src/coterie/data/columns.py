@@ -1,4 +1,7 @@
-"""Columns that may not be what they seem: numbers with a stray text, decimal commas, dates, numbers as classes."""
+"""Columns that may not be what they seem.
+
+Numbers with a stray text, decimal commas, dates, numbers as classes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
 MOST = 0.5
 """Text of which more than this share are numbers, or dates, is no text by intention."""
 MAX_CATEGORIES = 1000
-"""A column with more different texts in user 0's training rows is refused: each would be an input of the model."""
+"""A column with more different texts in user 0's training rows is refused.
+
+Each would be an input of the model.
+"""
 MAX_CLASSES = 20
 """A target of whole numbers with more distinct values than this means regression."""
 
@@ -34,14 +40,17 @@ def check_names(columns: Iterable[object], where: str = "the table") -> None:
     names = list(map(str, columns))
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"{where} has {names.count(name)} columns called {name!r}; rename or drop all but one")
+            raise DataError(
+                f"{where} has {names.count(name)} columns called {name!r}; rename or drop all"
+                " but one"
+            )
 
 
 def as_category(value: object) -> str:
     """Return a category as text: a number is the same one however it is written.
 
-    What pandas makes of 1 depends on the other rows: 1.0 where one of them is empty, "1" as it is written where one
-    is text. But a row must not change what others are.
+    What pandas makes of 1 depends on the other rows: 1.0 where one of them is empty, "1" as it is
+    written where one is text. But a row must not change what others are.
 
     Example:
         >>> [as_category(value) for value in (1, 1.0, "1", "01", "1.50", True, "TRUE", "a")]
@@ -69,7 +78,9 @@ def weights_in(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
     bad = ~(np.isfinite(weights) & (weights >= 0))
     if bad.any():
         value, where = rows[column].tolist()[int(bad.argmax())], rows.index[int(bad.argmax())]
-        problem = f"column {column!r} holds weights, but it is {value!r} in row {where} (counting from 0)"
+        problem = (
+            f"column {column!r} holds weights, but it is {value!r} in row {where} (counting from 0)"
+        )
         raise DataError(f"{problem}; a weight is a number, at least 0")
     if not weights.any():
         raise DataError(f"column {column!r} gives no row any weight; let some be above 0")
@@ -77,7 +88,9 @@ def weights_in(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
 
 
 def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of a file that are kept; what was text because of other rows only is numbers again.
+    """Return the rows of a file that are kept.
+
+    What was text because of other rows only is numbers again.
 
     Dates stay dates, which `pd.to_numeric` would take for nanoseconds.
     """
@@ -93,7 +106,9 @@ def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return frame.assign(**changed)
 
 
-def check_features(frame: pd.DataFrame, columns: Sequence[str], categorical: Sequence[str] = ()) -> None:
+def check_features(
+    frame: pd.DataFrame, columns: Sequence[str], categorical: Sequence[str] = ()
+) -> None:
     """Refuse columns of text that are mostly numbers or dates, unless they are said to be categories."""
     for column in columns:
         if column not in categorical:
@@ -111,10 +126,15 @@ def check_target(target: pd.Series[Any], kind: str) -> None:
         check_numbers(target)
     different = target.nunique()
     fractions = is_number and bool((target % 1 != 0).any())
-    if kind == "classification" and different > MAX_CLASSES and (fractions or different > len(target) / 2):
+    if (
+        kind == "classification"
+        and different > MAX_CLASSES
+        and (fractions or different > len(target) / 2)
+    ):
         raise DataError(
-            f"column {target.name!r} has {different} different values in {len(target)} rows, which are no classes; "
-            'say `kind="regression"` (`--kind regression`), or name another target'
+            f"column {target.name!r} has {different} different values in {len(target)} rows, which"
+            ' are no classes; say `kind="regression"` (`--kind regression`), or name another'
+            " target"
         )
 
 
@@ -125,8 +145,8 @@ def check_numbers(target: pd.Series[Any]) -> None:
     bad = ~np.isfinite(pd.to_numeric(target, errors="coerce").to_numpy(dtype=float))
     if bad.any():
         raise DataError(
-            f"column {target.name!r} is to be predicted as a number, but it is {first_in(target, bad)}; correct "
-            f"it, drop the row, {AS_CLASSES}"
+            f"column {target.name!r} is to be predicted as a number, but it is"
+            f" {first_in(target, bad)}; correct it, drop the row, {AS_CLASSES}"
         )
 
 
@@ -135,16 +155,24 @@ def _check_text(values: pd.Series[Any], otherwise: str) -> None:
     import pandas as pd
     from pandas.api import types
 
-    if not (types.is_object_dtype(values) or types.is_string_dtype(values)) or not values.notna().any():
+    if (
+        not (types.is_object_dtype(values) or types.is_string_dtype(values))
+        or not values.notna().any()
+    ):
         return
     there = values.notna().to_numpy()
     text = values.where(there, "").astype(str).str.strip()
     numbers = pd.to_numeric(text.where(there), errors="coerce").notna().to_numpy()
-    commas, dates = (text.str.fullmatch(pattern).to_numpy(dtype=bool) & there for pattern in (COMMA, DATE))
+    commas, dates = (
+        text.str.fullmatch(pattern).to_numpy(dtype=bool) & there for pattern in (COMMA, DATE)
+    )
     count, about = int(there.sum()), f"column {values.name!r}"
     thousands = text.str.fullmatch(THOUSANDS).to_numpy(dtype=bool) & there
     if numbers.sum() == count:
-        told = f"{about} holds numbers as text, which is taken as categories; turn it into numbers, {otherwise}"
+        told = (
+            f"{about} holds numbers as text, which is taken as categories; turn it into numbers,"
+            f" {otherwise}"
+        )
         warnings.warn(told, stacklevel=4)
     elif thousands.any() and (thousands | numbers).sum() == count:
         problem = f"{about} holds commas between every three digits: {first_in(values, thousands)}"
@@ -155,11 +183,15 @@ def _check_text(values: pd.Series[Any], otherwise: str) -> None:
         raise DataError(f"{problem}; {DECIMALS}, write them with points, {otherwise}")
     elif dates.sum() > MOST * count:
         problem = f"{about} holds dates as text: {first_in(values, dates)}"
-        raise DataError(f"{problem}; turn them into numbers, leave the column out (`drop`), {otherwise}")
+        raise DataError(
+            f"{problem}; turn them into numbers, leave the column out (`drop`), {otherwise}"
+        )
     elif numbers.sum() > MOST * count:
         stray = first_in(values, there & ~numbers)
         problem = f"{about} holds numbers in {numbers.sum()} of {count} rows, but it is {stray}"
-        raise DataError(f"{problem}; correct it, leave it empty where the value is unknown, {otherwise}")
+        raise DataError(
+            f"{problem}; correct it, leave it empty where the value is unknown, {otherwise}"
+        )
 
 
 def first_in(values: pd.Series[Any], which: np.ndarray[Any, Any]) -> str:

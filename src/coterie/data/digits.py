@@ -9,15 +9,17 @@ from coterie.errors import DataError
 from coterie.users.user import User
 
 BOUNDS = (0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667, 1797)
-"""Where one writer segment ends and the next begins. The data carries no writer column; the segments follow
+"""Where one writer segment ends and the next begins.
+
+The data carries no writer column; the segments follow
 from the order of the rows."""
 
 
 def digits_by_writer(me: int = 0, own_examples: int = 30, seed: int = 0) -> Task:
     """Return the 1,797 digits of scikit-learn as 14 users, one a writer segment.
 
-    User 0 learns from `own_examples`; of the rest of its segment one half is for validation, the other for
-    test; all three are stratified by class and disjoint. Peers use their whole segment.
+    User 0 learns from `own_examples`; of the rest of its segment one half is for validation, the
+    other for test; all three are stratified by class and disjoint. Peers use their whole segment.
 
     Args:
         me: the segment that is user 0, from 0 to 13.
@@ -41,12 +43,15 @@ def digits_by_writer(me: int = 0, own_examples: int = 30, seed: int = 0) -> Task
     mine = np.arange(BOUNDS[me], BOUNDS[me + 1])
     if not 10 <= own_examples <= len(mine) - 20:
         raise DataError(
-            f"`own_examples` must lie in [10, {len(mine) - 20}] for writer segment {me}, which has {len(mine)} "
-            f"examples, so that training, validation and test each can have all ten digits; got {own_examples}"
+            f"`own_examples` must lie in [10, {len(mine) - 20}] for writer segment {me}, which has"
+            f" {len(mine)} examples, so that training, validation and test each can have all ten"
+            f" digits; got {own_examples}"
         )
 
     def halves(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-        a, b = train_test_split(rows, train_size=first, stratify=bunch.target[rows], random_state=seed)
+        a, b = train_test_split(
+            rows, train_size=first, stratify=bunch.target[rows], random_state=seed
+        )
         return a, b
 
     own, rest = halves(mine, own_examples)
@@ -55,7 +60,9 @@ def digits_by_writer(me: int = 0, own_examples: int = 30, seed: int = 0) -> Task
     def examples(rows: np.ndarray) -> tuple[Tensor, Tensor]:
         return inputs[rows], targets[rows]
 
-    user = User(f"writer {me}", *examples(own), validation=examples(validation), test=examples(test))
+    user = User(
+        f"writer {me}", *examples(own), validation=examples(validation), test=examples(test)
+    )
     others = {k: np.arange(BOUNDS[k], BOUNDS[k + 1]) for k in range(n_users) if k != me}
     peers = tuple(User(f"writer {k}", *examples(rows)) for k, rows in others.items())
     return Task(user, peers, n_inputs=64, n_outputs=10)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["classification", "regression"]
 FILE = "preparation.json"
 MAX_DEVIATIONS = 10.0
-"""Prepared numbers are clamped to this many of user 0's standard deviations: a peer's may lie far outside."""
+"""Prepared numbers are clamped to this many of user 0's standard deviations.
+
+A peer's may lie far outside.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,10 @@ class Preparation:
     """Turn rows into inputs and targets, and outputs into predictions.
 
     Args:
-        numeric: the columns of numbers: missing ones become the median, with an indicator column; all are then
-            centred and scaled.
-        categorical: the columns of categories, one-hot; "missing" is a category, unknown ones are all zeros.
+        numeric: the columns of numbers: missing ones become the median, with an indicator column;
+            all are then centred and scaled.
+        categorical: the columns of categories, one-hot; "missing" is a category, unknown ones are
+            all zeros.
         transformer: scikit-learn's fitted `ColumnTransformer` over both.
         kind: "classification" or "regression".
         classes: the class of each output, in classification.
@@ -64,19 +68,22 @@ class Preparation:
     ) -> Preparation:
         """Fit the statistics of user 0's training rows and their targets.
 
-        The list of classes comes from all users' targets. `categorical` names columns of numbers to treat as
-        categories.
+        The list of classes comes from all users' targets. `categorical` names columns of numbers to
+        treat as categories.
         """
         seen = [column for column in rows.columns if rows[column].notna().any()]
         numeric, other = kinds_of(rows[seen], categorical)
         for column in other:
             if (different := rows[column].nunique()) > MAX_CATEGORIES:
                 raise DataError(
-                    f"column {column!r} has {different} different values, each of which would be an input; leave "
-                    f"it out of `features`, or join values until there are at most {MAX_CATEGORIES}"
+                    f"column {column!r} has {different} different values, each of which would be an"
+                    " input; leave it out of `features`, or join values until there are at most"
+                    f" {MAX_CATEGORIES}"
                 )
         if not seen:
-            raise DataError("user 0's training rows have no value in any feature; name others in `features`")
+            raise DataError(
+                "user 0's training rows have no value in any feature; name others in `features`"
+            )
         fitted = transformer(numeric, other).fit(tidy(rows, numeric, other))
         if kind == "classification":
             return cls(numeric, other, fitted, kind, classes_of(all_targets))
@@ -106,28 +113,41 @@ class Preparation:
 
     def inputs(self, rows: pd.DataFrame) -> Tensor:
         """Return rows as inputs, of shape (rows, n_inputs)."""
-        if missing := [column for column in (*self.numeric, *self.categorical) if column not in rows.columns]:
-            raise DataError(f"the table has no column {missing[0]!r}, which the model was trained with")
+        if missing := [
+            column for column in (*self.numeric, *self.categorical) if column not in rows.columns
+        ]:
+            raise DataError(
+                f"the table has no column {missing[0]!r}, which the model was trained with"
+            )
         prepared = self.transformer.transform(tidy(rows, self.numeric, self.categorical))
         return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
 
     def unfamiliar(self, rows: pd.DataFrame) -> list[str]:
-        """Say which columns hold what training did not see: other categories, numbers that are cut."""
+        """Say which columns hold what training did not see.
+
+        Other categories, numbers that are cut.
+        """
         told, tidied = [], tidy(rows, self.numeric, self.categorical)
         prepared = self.transformer.transform(tidied)[:, : len(self.numeric)]
         for column, numbers in zip(self.numeric, prepared.T, strict=True):
             if far := int((np.abs(numbers) > MAX_DEVIATIONS).sum()):
                 told.append(
-                    f"column {column!r} has {far} of {len(rows)} numbers more than {MAX_DEVIATIONS:g} standard "
-                    "deviations from the mean of the training rows; they are taken for that far"
+                    f"column {column!r} has {far} of {len(rows)} numbers more than"
+                    f" {MAX_DEVIATIONS:g} standard deviations from the mean of the training rows;"
+                    " they are taken for that far"
                 )
-        known = self.transformer.named_transformers_["categories"].categories_ if self.categorical else ()
+        known = (
+            self.transformer.named_transformers_["categories"].categories_
+            if self.categorical
+            else ()
+        )
         for column, categories in zip(self.categorical, known, strict=True):
             other = ~tidied[column].isin(categories).to_numpy()
             if other.any():
                 told.append(
-                    f"column {column!r} has {other.sum()} of {len(rows)} values that the training rows did not "
-                    f"have, the first is {tidied[column][other].iloc[0]!r}; they count as none of the known ones"
+                    f"column {column!r} has {other.sum()} of {len(rows)} values that the training"
+                    f" rows did not have, the first is {tidied[column][other].iloc[0]!r}; they"
+                    " count as none of the known ones"
                 )
         return told
 
@@ -137,18 +157,29 @@ class Preparation:
             try:
                 numbers = (values.to_numpy(dtype=float) - self.centre) / self.scale
             except (TypeError, ValueError) as error:
-                raise DataError(f"column {values.name!r} should hold numbers: {error}; correct it") from error
+                raise DataError(
+                    f"column {values.name!r} should hold numbers: {error}; correct it"
+                ) from error
             if not np.isfinite(numbers).all():
-                raise DataError(f"column {values.name!r} holds a number that is not finite; drop the row")
+                raise DataError(
+                    f"column {values.name!r} holds a number that is not finite; drop the row"
+                )
             return torch.tensor(numbers, dtype=torch.float32)[:, None]
         number = {value: i for i, value in enumerate(self.classes)}
         if unknown := [value for value in values.tolist() if value not in number]:
             known = ", ".join(map(repr, self.classes[:12]))
-            raise DataError(f"column {values.name!r} has the class {unknown[0]!r}; the classes are {known}")
+            raise DataError(
+                f"column {values.name!r} has the class {unknown[0]!r}; the classes are {known}"
+            )
         return torch.tensor([number[value] for value in values.tolist()])
 
-    def examples(self, rows: pd.DataFrame, target: str) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-        """Return rows as inputs and targets; these are a dict of `value` and `weight` where rows have weights."""
+    def examples(
+        self, rows: pd.DataFrame, target: str
+    ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        """Return rows as inputs and targets.
+
+        These are a dict of `value` and `weight` where rows have weights.
+        """
         inputs, targets = self.inputs(rows), self.targets(rows[target])
         if self.weights is None:
             return inputs, targets
@@ -158,13 +189,20 @@ class Preparation:
         }
 
     def predictions(self, outputs: Tensor) -> pd.DataFrame:
-        """Return a model's outputs as a table: `prediction`, and in classification each class's probability."""
+        """Return a model's outputs as a table.
+
+        `prediction`, and in classification each class's probability.
+        """
         import pandas as pd
 
         if self.kind == "regression":
-            return pd.DataFrame({"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()})
+            return pd.DataFrame(
+                {"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()}
+            )
         probabilities = outputs.double().softmax(1)
-        told: dict[str, Any] = {"prediction": [self.classes[i] for i in probabilities.argmax(1).tolist()]}
+        told: dict[str, Any] = {
+            "prediction": [self.classes[i] for i in probabilities.argmax(1).tolist()]
+        }
         names = (f"probability_{each}" for each in self.classes)
         return pd.DataFrame(told | dict(zip(names, probabilities.T.numpy(), strict=True)))
 
@@ -179,9 +217,7 @@ class Preparation:
         plain = files.read_json(path, remedy)
         try:
             return cls.from_plain(plain)
-        except (
-            Exception
-        ) as error:  # not written by `save`, in spite of its digest, so anything may be wrong with it
+        except Exception as error:  # not written by `save`, in spite of its digest, so anything may be wrong with it
             raise FileError(
                 f"{path} cannot be understood by this version of coterie ({error}); {remedy}"
             ) from error
@@ -201,7 +237,9 @@ class Preparation:
         import skops.io
 
         tuples = {name: tuple(plain[name]) for name in ("numeric", "categorical", "classes")}
-        transformer = skops.io.loads(base64.b64decode(plain["transformer"]), trusted=["numpy.dtype"])
+        transformer = skops.io.loads(
+            base64.b64decode(plain["transformer"]), trusted=["numpy.dtype"]
+        )
         return cls(**{**plain, **tuples, "transformer": transformer})
 
 
@@ -210,17 +248,25 @@ def classes_of(targets: pd.Series[Any]) -> tuple[Any, ...]:
     return tuple(sorted(targets.unique().tolist(), key=lambda value: (type(value).__name__, value)))
 
 
-def kinds_of(rows: pd.DataFrame, categorical: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def kinds_of(
+    rows: pd.DataFrame, categorical: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the columns of numbers and those of categories."""
     from pandas.api import types
 
-    numbers = [c for c in rows.columns if types.is_numeric_dtype(rows[c]) and not types.is_bool_dtype(rows[c])]
+    numbers = [
+        c
+        for c in rows.columns
+        if types.is_numeric_dtype(rows[c]) and not types.is_bool_dtype(rows[c])
+    ]
     numeric = tuple(c for c in numbers if c not in categorical)
     other = tuple(c for c in rows.columns if c not in numeric)
     for column in other:
         if rows[column].dtype.kind in "mM":
             held = "dates" if rows[column].dtype.kind == "M" else "durations"
-            raise DataError(f"column {column!r} holds {held}; turn them into numbers, or leave it out (`drop`)")
+            raise DataError(
+                f"column {column!r} holds {held}; turn them into numbers, or leave it out (`drop`)"
+            )
     return numeric, other
 
 
@@ -238,7 +284,9 @@ def transformer(
 
     numbers = make_pipeline(SimpleImputer(strategy=missing, add_indicator=True), StandardScaler())
     one_hot = OneHotEncoder(categories=categories, handle_unknown="ignore", sparse_output=False)
-    return ColumnTransformer([("numbers", numbers, list(numeric)), ("categories", one_hot, list(categorical))])
+    return ColumnTransformer(
+        [("numbers", numbers, list(numeric)), ("categories", one_hot, list(categorical))]
+    )
 
 
 def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
@@ -247,17 +295,27 @@ def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str])
 
     tidy: dict[str, Any] = {}
     for column in numeric:
-        held = rows[column].astype(str) if rows[column].dtype.kind in "mM" else rows[column]  # dates are no numbers
+        # dates are no numbers
+        held = rows[column].astype(str) if rows[column].dtype.kind in "mM" else rows[column]
         values = pd.to_numeric(held, errors="coerce")
         if (text := (values.isna() & rows[column].notna()).to_numpy()).any():
-            problem = f"column {column!r} should hold numbers, but it is {first_in(rows[column], text)}"
-            remedy = "correct it, leave it empty where the value is unknown, or say so if decimals follow commas"
+            problem = (
+                f"column {column!r} should hold numbers, but it is {first_in(rows[column], text)}"
+            )
+            remedy = (
+                "correct it, leave it empty where the value is unknown, or say so if decimals"
+                " follow commas"
+            )
             raise DataError(f"{problem}; {remedy} (`--decimal ,`)")
         numbers = values.to_numpy(dtype=float, na_value=np.nan)
         if (infinite := np.isinf(numbers)).any():
-            problem = f"column {column!r} holds an infinite number: {first_in(rows[column], infinite)}"
+            problem = (
+                f"column {column!r} holds an infinite number: {first_in(rows[column], infinite)}"
+            )
             raise DataError(f"{problem}; leave it empty where the value is unknown")
         tidy[column] = numbers
     for column in categorical:
-        tidy[column] = ["(missing)" if pd.isna(value) else as_category(value) for value in rows[column]]
+        tidy[column] = [
+            "(missing)" if pd.isna(value) else as_category(value) for value in rows[column]
+        ]
     return pd.DataFrame(tidy, index=rows.index)

@@ -20,12 +20,16 @@ CHUNK_ROWS = 100_000
 
 
 def read_table(
-    data: pd.DataFrame | Path | str, *, sep: str = ",", decimal: str = ".", as_written: Collection[str] = ()
+    data: pd.DataFrame | Path | str,
+    *,
+    sep: str = ",",
+    decimal: str = ".",
+    as_written: Collection[str] = (),
 ) -> pd.DataFrame:
     """Return a DataFrame as it is, or read a CSV or Parquet file, which may be a pipe.
 
-    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals. Columns of names are
-    read `as_written`: 007 is not 7.
+    In a CSV file `sep` is between columns ("tab" for a tab) and `decimal` is before decimals.
+    Columns of names are read `as_written`: 007 is not 7.
 
     Example:
         >>> import pandas as pd
@@ -45,7 +49,9 @@ def read_table(
     return frame
 
 
-def users_in(path: Path | str, user_column: str, *, sep: str = ",", decimal: str = ".") -> list[str]:
+def users_in(
+    path: Path | str, user_column: str, *, sep: str = ",", decimal: str = "."
+) -> list[str]:
     """Return the users of a table, in its order; `sep` and `decimal` are as in `read_table`."""
     pieces = _pieces(Path(path), sep=sep, decimal=decimal, as_written=[user_column])
     return list(dict.fromkeys(name for piece in pieces for name in _whose(piece, user_column)))
@@ -54,7 +60,10 @@ def users_in(path: Path | str, user_column: str, *, sep: str = ",", decimal: str
 def read_rows(
     path: Path | str, user_column: str | None, user: str, *, sep: str = ",", decimal: str = "."
 ) -> pd.DataFrame:
-    """Read only one user's rows of a table; all where `user_column` is None. The rest is as in `read_table`."""
+    """Read only one user's rows of a table.
+
+    All where `user_column` is None. The rest is as in `read_table`.
+    """
     import pandas as pd
 
     if user_column is None:
@@ -102,7 +111,8 @@ def _pieces(
         if path.suffix in (".parquet", ".pq"):
             yield pd.read_parquet(path)
             return
-        source = path if path.is_file() else io.BytesIO(path.read_bytes())  # what a pipe holds can be read once
+        # what a pipe holds can be read once
+        source = path if path.is_file() else io.BytesIO(path.read_bytes())
         # pandas would rename the second column of a name without a word
         head = pd.read_csv(source, header=None, nrows=1, dtype=str, sep=sep).iloc[0].dropna()
         check_names(head, str(path))
@@ -117,10 +127,14 @@ def _pieces(
         raise
     except UnicodeDecodeError as error:
         text = f"{path} is not in UTF-8: byte {error.object[error.start]:#x} is no part of it"
-        raise DataError(f"{text}; save it again as UTF-8 (of a spreadsheet: as 'CSV UTF-8')") from error
+        raise DataError(
+            f"{text}; save it again as UTF-8 (of a spreadsheet: as 'CSV UTF-8')"
+        ) from error
     except (ValueError, OSError) as error:
         reason = str(error).strip()
-        raise DataError(f"{path} cannot be read as a table: {reason}; give a CSV or a .parquet file") from error
+        raise DataError(
+            f"{path} cannot be read as a table: {reason}; give a CSV or a .parquet file"
+        ) from error
 
 
 def _check_separated(names: list[str], sep: str, path: Path) -> None:

@@ -1,4 +1,7 @@
-"""What users tell each other of their rows, so that all prepare them alike: sums and counts, which add up."""
+"""What users tell each other of their rows, so that all prepare them alike.
+
+Sums and counts, which add up.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over a column of numbers. Squares are about the mean: about zero they would lose what is far from it.
+    """Sums over a column of numbers.
+
+    Squares are about the mean: about zero they would lose what is far from it.
 
     Example:
         >>> both = Sums.of(np.array([1.0, np.nan])) + Sums.of(np.array([3.0, 5.0]))
@@ -44,7 +49,12 @@ class Sums:
         if not (self.count and other.count):
             between = 0.0
         else:
-            between = (self.mean - other.mean) ** 2 * self.count * other.count / (self.count + other.count)
+            between = (
+                (self.mean - other.mean) ** 2
+                * self.count
+                * other.count
+                / (self.count + other.count)
+            )
         return Sums(
             self.count + other.count,
             self.missing + other.missing,
@@ -65,7 +75,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a user tells of its training rows; those of several users add up to what all of them prepare by.
+    """What a user tells of its training rows.
+
+    Those of several users add up to what all of them prepare by.
 
     Example:
         >>> import pandas as pd
@@ -82,7 +94,11 @@ class Statistics:
 
     @classmethod
     def of(
-        cls, rows: pd.DataFrame, targets: pd.Series[Any], kind: Kind, categorical: Sequence[str] = ()
+        cls,
+        rows: pd.DataFrame,
+        targets: pd.Series[Any],
+        kind: Kind,
+        categorical: Sequence[str] = (),
     ) -> Statistics:
         """Return the sums and counts of a user's training rows and their targets.
 
@@ -98,12 +114,16 @@ class Statistics:
         )
 
     def __add__(self, other: Statistics) -> Statistics:
-        for column in sorted({*self.numbers, *self.categories} ^ {*other.numbers, *other.categories}):
-            raise DataError(f"not all users have the column {column!r}; name those that all have in `features`")
+        for column in sorted(
+            {*self.numbers, *self.categories} ^ {*other.numbers, *other.categories}
+        ):
+            raise DataError(
+                f"not all users have the column {column!r}; name those that all have in `features`"
+            )
         for column in sorted(self.numbers.keys() ^ other.numbers.keys()):
             raise DataError(
-                f"column {column!r} holds numbers for one user and text for another; correct it, or name it in "
-                "`categorical`"
+                f"column {column!r} holds numbers for one user and text for another; correct it, or"
+                " name it in `categorical`"
             )
         return Statistics(
             self.kind,
@@ -130,20 +150,27 @@ class Statistics:
         return cls(plain["kind"], numbers, plain["categories"], target)
 
     def preparation(self, classes: Sequence[Any] = ()) -> Preparation:
-        """Return how all prepare their rows: missing numbers become the mean; columns without a value are dropped.
+        """Return how all prepare their rows.
+
+        Missing numbers become the mean; columns without a value are dropped.
 
         `classes`: the class of each output, in classification.
         """
         numbers = {column: sums for column, sums in self.numbers.items() if sums.count}
         categories = {column: sorted(counts) for column, counts in self.categories.items()}
-        categories = {column: values for column, values in categories.items() if values != ["(missing)"]}
+        categories = {
+            column: values for column, values in categories.items() if values != ["(missing)"]
+        }
         if not numbers and not categories:
-            raise DataError("the training rows have no value in any feature; name others in `features`")
+            raise DataError(
+                "the training rows have no value in any feature; name others in `features`"
+            )
         for column, values in categories.items():
             if len(values) > MAX_CATEGORIES:
                 raise DataError(
-                    f"column {column!r} has {len(values)} different values, each of which would be an input; "
-                    f"leave it out of `features`, or join values until there are at most {MAX_CATEGORIES}"
+                    f"column {column!r} has {len(values)} different values, each of which would be"
+                    " an input; leave it out of `features`, or join values until there are at most"
+                    f" {MAX_CATEGORIES}"
                 )
         fitted = _fitted(numbers, categories)
         names = tuple(numbers), tuple(categories)
@@ -157,7 +184,9 @@ def _fitted(numbers: Mapping[str, Sums], categories: Mapping[str, Sequence[str]]
     """Return the transformer that scikit-learn would fit to all rows together, with means for missing numbers."""
     import pandas as pd
 
-    made = transformer(list(numbers), list(categories), missing="mean", categories=list(categories.values()))
+    made = transformer(
+        list(numbers), list(categories), missing="mean", categories=list(categories.values())
+    )
     gaps = {column: [0.0, math.nan if sums.missing else 0.0] for column, sums in numbers.items()}
     form = gaps | {column: [values[0]] * 2 for column, values in categories.items()}
     made.fit(pd.DataFrame(form))  # gives it its form: which columns there are, and which have gaps
@@ -166,8 +195,12 @@ def _fitted(numbers: Mapping[str, Sums], categories: Mapping[str, Sequence[str]]
     imputer, scaler = (step for _, step in made.named_transformers_["numbers"].steps)
     imputer.statistics_ = np.array([sums.mean for sums in numbers.values()])
     rows = [sums.count + sums.missing for sums in numbers.values()]
-    filled = [sums.variance * sums.count / n for sums, n in zip(numbers.values(), rows, strict=True)]
-    gap_shares = [sums.missing / n for sums, n in zip(numbers.values(), rows, strict=True) if sums.missing]
+    filled = [
+        sums.variance * sums.count / n for sums, n in zip(numbers.values(), rows, strict=True)
+    ]
+    gap_shares = [
+        sums.missing / n for sums, n in zip(numbers.values(), rows, strict=True) if sums.missing
+    ]
     scaler.mean_ = np.array([*imputer.statistics_, *gap_shares])
     scaler.var_ = np.array([*filled, *(share * (1 - share) for share in gap_shares)])
     scaler.scale_ = np.where(scaler.var_ > 0, np.sqrt(scaler.var_), 1.0)

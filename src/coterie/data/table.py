@@ -1,4 +1,7 @@
-"""Users from a table with a user column: user 0's rows are split, and all rows prepared by its statistics."""
+"""Users from a table with a user column.
+
+User 0's rows are split, and all rows prepared by its statistics.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.arguments import COUNT, SEED, optional, real
-from coterie.data.checking import CheckedTable, check_classes, checked_table, reasons, warn_of_suspicious
+from coterie.data.checking import (
+    CheckedTable,
+    check_classes,
+    checked_table,
+    reasons,
+    warn_of_suspicious,
+)
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.statistics import Statistics
 from coterie.errors import DataError
@@ -85,10 +94,11 @@ def from_table(
 ) -> TableTask:
     """Return user 0 and its peers from a table with one row an example.
 
-    User 0's rows are split into training, validation and test. Medians, means, spreads and categories are those of
-    user 0's training rows only, since a user may see no others; a column without a value there is dropped. Only the
-    list of classes comes from the whole table. A peer whose rows cannot be used is left out with a warning; others
-    warn of columns that look like ids, dates or the target itself.
+    User 0's rows are split into training, validation and test. Medians, means, spreads and
+    categories are those of user 0's training rows only, since a user may see no others; a column
+    without a value there is dropped. Only the list of classes comes from the whole table. A peer
+    whose rows cannot be used is left out with a warning; others warn of columns that look like ids,
+    dates or the target itself.
 
     Args:
         data: a DataFrame, or the path of a CSV or Parquet file.
@@ -98,10 +108,12 @@ def from_table(
         features: the columns to predict from; all others when None.
         drop: columns not to predict from.
         categorical: columns of numbers to treat as categories; text always is one.
-        ids: a column that tells rows apart: it is not predicted from, and predictions carry it along.
-        weights: a column that says how much a row counts in the loss, of training, validation and test.
-        kind: "classification" or "regression"; "auto" decides by the target: text, booleans and up to 20 distinct
-            whole numbers are classes.
+        ids: a column that tells rows apart: it is not predicted from, and predictions carry it
+            along.
+        weights: a column that says how much a row counts in the loss, of training, validation and
+            test.
+        kind: "classification" or "regression"; "auto" decides by the target: text, booleans and up
+            to 20 distinct whole numbers are classes.
         leave_out: users to ignore.
         own_examples: how many rows user 0 trains on, at most; all that are not held out when None.
         validation: the share of user 0's rows held out to choose the best model; 0 for none.
@@ -109,8 +121,10 @@ def from_table(
         seed: which rows those are.
         sep: what is between the columns of a CSV file, "tab" for a tab.
         decimal: the decimal mark of a CSV file.
-        elsewhere: different targets of users whose rows are not in this table, for the list of classes.
-        preparation: one fitted before, which others hold too; fitted to user 0's training rows when None.
+        elsewhere: different targets of users whose rows are not in this table, for the list of
+            classes.
+        preparation: one fitted before, which others hold too; fitted to user 0's training rows when
+            None.
 
     Example:
         >>> import pandas as pd
@@ -121,7 +135,12 @@ def from_table(
     """
     SEED("seed", seed)
     shares = SHARE("validation", validation) if validation else 0.0, SHARE("test", test)
-    columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
+    columns: dict[str, Any] = {
+        "user_column": user_column,
+        "target": target,
+        "features": features,
+        "drop": drop,
+    }
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
     form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
@@ -131,7 +150,9 @@ def from_table(
     parts = split_rows(own, target, table.kind, shares, **split)
     if preparation is None:
         features_of, targets = parts[0][list(table.roles.features)], parts[0][target]
-        preparation = Preparation.fit(features_of, targets, table.targets, table.kind, table.roles.categorical)
+        preparation = Preparation.fit(
+            features_of, targets, table.targets, table.kind, table.roles.categorical
+        )
         preparation = replace(preparation, ids=ids, weights=weights)
         warn_of_suspicious(table.every, parts[0], target, preparation)
     mine = user_of(str(me), parts, target, preparation)
@@ -142,7 +163,9 @@ def from_table(
     return TableTask(mine, peers, *sizes, preparation, target, parts[2], left_out)
 
 
-def _peers(table: CheckedTable, me: str, preparation: Preparation) -> tuple[tuple[User, ...], dict[str, str]]:
+def _peers(
+    table: CheckedTable, me: str, preparation: Preparation
+) -> tuple[tuple[User, ...], dict[str, str]]:
     """Return everybody else with all of its rows, and who is left out because its rows cannot be used, with why."""
     target, peers, left_out = table.roles.target, [], dict(table.left_out)
     for name, rows in table.rows.items():
@@ -166,7 +189,10 @@ def split_rows(
     whose: str = "user 0",
     weights: str | None = None,
 ) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows, stratified by class where possible; all have weight."""
+    """Return a user's training, validation and test rows, stratified by class where possible.
+
+    All have weight.
+    """
     own_examples = optional(COUNT)("own_examples", own_examples)
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
@@ -174,9 +200,15 @@ def split_rows(
     if not 2 <= wanted <= left:
         has = f"{whose} has {len(own)} row{'' if len(own) == 1 else 's'}"
         if len(own) < (least := 2 + sum(map(bool, sizes))):
-            raise DataError(f"{has}, but {least} are needed: 2 for training, the others held out; add rows")
-        remedy = f"ask for 2 to {left}, or hold out less" if left >= 2 else "2 are needed, hold out less"
-        raise DataError(f"{has}, of which {sum(sizes)} are held out; {wanted} cannot be for training: {remedy}")
+            raise DataError(
+                f"{has}, but {least} are needed: 2 for training, the others held out; add rows"
+            )
+        remedy = (
+            f"ask for 2 to {left}, or hold out less" if left >= 2 else "2 are needed, hold out less"
+        )
+        raise DataError(
+            f"{has}, of which {sum(sizes)} are held out; {wanted} cannot be for training: {remedy}"
+        )
     cut = partial(_cut, by_class=target if kind == "classification" else None, seed=seed)
     tested, rest = cut(own, sizes[1])
     held_out, rest = cut(rest, sizes[0])
@@ -189,22 +221,33 @@ def split_rows(
     parts = {"training": training, "validation": held_out, "test": tested}
     for part, rows in parts.items():
         if weights is not None and len(rows) and not rows[weights].astype(float).any():
-            few = f"column {weights!r} gives no weight to any of the {len(rows)} {part} rows of {whose}"
+            few = (
+                f"column {weights!r} gives no weight to any of the {len(rows)} {part} rows of"
+                f" {whose}"
+            )
             raise DataError(f"{few}; give more of its rows weight, or split them by another `seed`")
     return list(parts.values())
 
 
-def _cut(rows: pd.DataFrame, n: int, *, by_class: str | None, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return n rows drawn at random, and the others; where possible both have the classes in that column alike."""
+def _cut(
+    rows: pd.DataFrame, n: int, *, by_class: str | None, seed: int
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return n rows drawn at random, and the others.
+
+    Where possible both have the classes in that column alike.
+    """
     from sklearn.model_selection import train_test_split
 
     if not n:
         return rows[:0], rows
-    state = seed if 0 <= seed < 2**32 else random_key(seed, "split") % 2**32  # as scikit-learn takes it
+    # as scikit-learn takes it
+    state = seed if 0 <= seed < 2**32 else random_key(seed, "split") % 2**32
     classes = None if by_class is None else rows[by_class]
     counts = None if classes is None else classes.value_counts()
     even = counts is not None and counts.min() >= 2 and len(counts) <= min(n, len(rows) - n)
-    drawn, others = train_test_split(rows, train_size=n, stratify=classes if even else None, random_state=state)
+    drawn, others = train_test_split(
+        rows, train_size=n, stratify=classes if even else None, random_state=state
+    )
     return drawn, others
 
 
@@ -216,7 +259,8 @@ class TableUsers:
     preparation: Preparation
     left_out: Mapping[str, str]  # who cannot learn from its rows, and why
     target: str  # the column to predict
-    test_rows: Mapping[str, pd.DataFrame] = field(repr=False, compare=False)  # everybody's, with all columns
+    # everybody's, with all columns
+    test_rows: Mapping[str, pd.DataFrame] = field(repr=False, compare=False)
 
     @property
     def n_inputs(self) -> int:
@@ -251,10 +295,12 @@ def users_from_table(
 ) -> TableUsers:
     """Return all users of a table, each with training, validation and test rows of its own.
 
-    Everybody's rows are split as `from_table` splits user 0's, and all are prepared in one way, which is stated to
-    all: by sums, sums of squares about the mean and counts of the users' training rows, which is all that they tell
-    each other of them. Missing numbers become the mean of all. A user who has too few rows, or rows of one class,
-    is left out with a warning.
+    Everybody's rows are split as `from_table` splits user 0's, and all are prepared in one way,
+    which is stated to
+    all: by sums, sums of squares about the mean and counts of the users' training rows, which is
+        all that they tell
+    each other of them. Missing numbers become the mean of all. A user who has too few rows, or rows
+    of one class, is left out with a warning.
 
     Args:
         data: a DataFrame, or the path of a CSV or Parquet file.
@@ -267,7 +313,8 @@ def users_from_table(
         weights: a column that says how much a row counts.
         kind: what the target is.
         leave_out: users to ignore.
-        own_examples: how many rows each user trains on, at most; all that are not held out when None.
+        own_examples: how many rows each user trains on, at most; all that are not held out when
+            None.
         validation: the share of each user's rows held out to choose its best model.
         test: the share held out to report on; none where it is 0.
         seed: which rows those are.
@@ -285,8 +332,16 @@ def users_from_table(
     import pandas as pd
 
     SEED("seed", seed)
-    shares = SHARE("validation", validation) if validation else 0.0, SHARE("test", test) if test else 0.0
-    columns: dict[str, Any] = {"user_column": user_column, "target": target, "features": features, "drop": drop}
+    shares = (
+        SHARE("validation", validation) if validation else 0.0,
+        SHARE("test", test) if test else 0.0,
+    )
+    columns: dict[str, Any] = {
+        "user_column": user_column,
+        "target": target,
+        "features": features,
+        "drop": drop,
+    }
     columns |= {"categorical": categorical, "ids": ids, "weights": weights}
     table = checked_table(data, kind=kind, leave_out=leave_out, sep=sep, decimal=decimal, **columns)
     parts, left_out = _split(table, shares, own_examples, seed)
@@ -311,7 +366,9 @@ def _split(
     settings = table.roles.target, table.kind, shares, own_examples
     for name, own in table.rows.items():
         try:
-            parts[name] = split_at_most(own, *settings, seed=seed, name=name, weights=table.roles.weights)
+            parts[name] = split_at_most(
+                own, *settings, seed=seed, name=name, weights=table.roles.weights
+            )
         except DataError as error:
             left_out[name] = str(error)
     return parts, left_out
@@ -321,7 +378,8 @@ def _prepared_alike(table: CheckedTable, trainings: Sequence[pd.DataFrame]) -> P
     """Return the preparation that follows from what users tell of their training rows."""
     roles, kind = table.roles, table.kind
     statistics = [
-        Statistics.of(rows[list(roles.features)], rows[roles.target], kind, roles.categorical) for rows in trainings
+        Statistics.of(rows[list(roles.features)], rows[roles.target], kind, roles.categorical)
+        for rows in trainings
     ]
     classes = classes_of(table.targets) if kind == "classification" else ()
     return functools.reduce(operator.add, statistics).preparation(classes)
@@ -346,9 +404,16 @@ def split_at_most(
     return split_rows(own, target, kind, shares, own_examples=own_examples, **split)
 
 
-def user_of(name: str, parts: Sequence[pd.DataFrame], target: str, preparation: Preparation) -> User:
-    """Return a user with its training, validation and test rows; without a held-out set where it has no rows."""
-    training, *held_out = (preparation.examples(part, target) if len(part) else None for part in parts)
+def user_of(
+    name: str, parts: Sequence[pd.DataFrame], target: str, preparation: Preparation
+) -> User:
+    """Return a user with its training, validation and test rows.
+
+    Without a held-out set where it has no rows.
+    """
+    training, *held_out = (
+        preparation.examples(part, target) if len(part) else None for part in parts
+    )
     if training is None:
         raise AssertionError("there are always training rows")
     return User(name, *training, validation=held_out[0], test=held_out[1])

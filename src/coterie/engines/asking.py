@@ -1,8 +1,12 @@
-"""Ask a `Question`, wherever the users are: user 0's parts and the peers at all points, in one form of answer.
+"""Ask a `Question`, wherever the users are.
 
-`GradientsAtPoints.ask` is how adaptive averaging gets its gradients. `asking` returns the way that suits an engine:
+User 0's parts and the peers at all points, in one form of answer.
 
-- users in this process whose model can be stacked: `StackedGradients`, one operator over all points and users;
+`GradientsAtPoints.ask` is how adaptive averaging gets its gradients. `asking` returns the way that
+suits an engine:
+
+- users in this process whose model can be stacked: `StackedGradients`, one operator over all points
+  and users;
 - peers elsewhere who answer at several points: one exchange, user 0 computes its own meanwhile;
 - any other engine: point by point.
 
@@ -60,8 +64,8 @@ class OwnUser:
 def asking(engine: Engine, user: OwnUser, parts: Tensor) -> "GradientsAtPoints":
     """Return what answers questions, in as few passes or exchanges as the engine can.
 
-    `parts`, of shape (F, n): which of user 0's examples each part has. A part draws its batches as a user with
-    those examples alone would.
+    `parts`, of shape (F, n): which of user 0's examples each part has. A part draws its batches as
+    a user with those examples alone would.
     """
     if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
         return StackedGradients(engine, user, parts)
@@ -69,7 +73,10 @@ def asking(engine: Engine, user: OwnUser, parts: Tensor) -> "GradientsAtPoints":
 
 
 class GradientsAtPoints:
-    """Answers from any engine, and losses at points; user 0 computes its own here, point by point."""
+    """Answers from any engine, and losses at points.
+
+    User 0 computes its own here, point by point.
+    """
 
     def __init__(self, engine: Engine, user: OwnUser, parts: Tensor) -> None:
         self.engine, self.user, self.parts = engine, user, parts
@@ -83,7 +90,9 @@ class GradientsAtPoints:
         return [self.user.engine(part) for part in self.parts]
 
     def _carried_buffers(self) -> list[str]:
-        """Return the buffers that points have of their own where passes move any: numbers, and what counts passes.
+        """Return the buffers that points have of their own where passes move any.
+
+        Numbers, and what counts passes.
 
         Half precision has no room for counts, and all points share them there.
         """
@@ -98,20 +107,35 @@ class GradientsAtPoints:
         return torch.cat([Parameters(self.user.model).vector(), self._moved()])
 
     def ask(self, question: Question) -> Answers:
-        """Ask the peers, compute user 0's gradients, and return all answers; weights of zero ask nobody."""
+        """Ask the peers, compute user 0's gradients, and return all answers.
+
+        Weights of zero ask nobody.
+        """
         asked = len(question.weights)
-        peers = self._asked_at_points if self.engine.capabilities.many_points else self._asked_one_by_one
+        peers = (
+            self._asked_at_points
+            if self.engine.capabilities.many_points
+            else self._asked_one_by_one
+        )
         waiting = peers(question)
         own, losses, buffers = self._own_gradients(question, question.points[asked:])
         ours = self._on_all(question)
         answers = waiting()
         sums = torch.cat([torch.zeros_like(own[:0]) if answers.sums is None else answers.sums, own])
-        judged = None if answers.rows is None else PeerEvidence(answers.rows, self._shown(ours, question.step))
+        judged = (
+            None
+            if answers.rows is None
+            else PeerEvidence(answers.rows, self._shown(ours, question.step))
+        )
         return replace(answers, sums=sums, rows=None, losses=losses, buffers=buffers, judged=judged)
 
     def _own_gradients(self, question: Question, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return user 0's gradient and loss at each point, on its part's batch, and what is left in the buffers."""
-        gradients, losses, moved = [points[:0, : self.d]], [points.new_zeros(0)], [points[:0, self.d :]]
+        gradients, losses, moved = (
+            [points[:0, : self.d]],
+            [points.new_zeros(0)],
+            [points[:0, self.d :]],
+        )
         for point, part in zip(points, question.own, strict=True):
             with self._at(point):
                 g = self._own[part].gradients(point[: self.d], question.step, {})
@@ -135,11 +159,17 @@ class GradientsAtPoints:
     def _shown(self, ours: Tensor, step: int) -> Tensor:
         """Return user 0's gradients in the form in which peers show theirs."""
         size = self.engine.capabilities.sketch
-        return ours if size is None else Sketch(self.d, size, sketch_key(self.user.seed, step))(ours)
+        return (
+            ours if size is None else Sketch(self.d, size, sketch_key(self.user.seed, step))(ours)
+        )
 
     def _asked_one_by_one(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers at one point after the other, once user 0 has its gradients."""
-        points, weights, step = question.points[: len(question.weights)], question.weights, question.step
+        points, weights, step = (
+            question.points[: len(question.weights)],
+            question.weights,
+            question.step,
+        )
         judged = len(question.each)
 
         def answers() -> Answers:
@@ -147,7 +177,9 @@ class GradientsAtPoints:
             sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
             sums[:judged], answered[:judged] = combined(rows, weights[:judged].to(rows))
             for row, (point, given) in enumerate(zip(points, weights.tolist(), strict=True)):
-                asked = {name: weight for name, weight in zip(self.names, given, strict=True) if weight}
+                asked = {
+                    name: weight for name, weight in zip(self.names, given, strict=True) if weight
+                }
                 if row >= judged and point.isfinite().all():
                     with self._at(point):
                         g = self.engine.gradients(point[: self.d], step, asked)
@@ -159,8 +191,14 @@ class GradientsAtPoints:
         return answers
 
     def _rows(self, points: Tensor, step: int) -> tuple[Tensor, dict[str, str]]:
-        """Return each peer's gradient at each point, (R, N, d), and those left out; their rows are not numbers."""
-        rows, left_out = points.new_full((len(points), len(self.names), self.d), torch.nan), dict[str, str]()
+        """Return each peer's gradient at each point, (R, N, d), and those left out.
+
+        Their rows are not numbers.
+        """
+        rows, left_out = (
+            points.new_full((len(points), len(self.names), self.d), torch.nan),
+            dict[str, str](),
+        )
         equal = dict.fromkeys(self.names, 1 / len(self.names))
         for point, to in zip(points, rows, strict=True):
             if point.isfinite().all():
@@ -174,9 +212,14 @@ class GradientsAtPoints:
     def _asked_at_points(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers in one exchange at the points that are finite and where anybody is asked.
 
-        Where they show sketches only, these come beside sums at all points; else rows come, and sums are made here.
+        Where they show sketches only, these come beside sums at all points; else rows come, and
+        sums are made here.
         """
-        weights, judged, size = question.weights, len(question.each), self.engine.capabilities.sketch
+        weights, judged, size = (
+            question.weights,
+            len(question.each),
+            self.engine.capabilities.sketch,
+        )
         points = question.points[: len(weights)]
         asked = weights.masked_fill(weights == 0, math.nan)
         asked[:judged] = weights[:judged]
@@ -194,7 +237,11 @@ class GradientsAtPoints:
             given = None if waiting is None else waiting()
             sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
             left_out = {} if given is None else given.left_out
-            shown = points.new_full((judged, len(self.names), size or self.d), math.nan) if judged else None
+            shown = (
+                points.new_full((judged, len(self.names), size or self.d), math.nan)
+                if judged
+                else None
+            )
             refused = None
             if given is not None and given.rows is not None and shown is not None:
                 every = points.new_full((len(points), len(self.names), self.d), math.nan)
@@ -217,8 +264,12 @@ class GradientsAtPoints:
         held = []
         for point in points if self._carried else ():
             with self._at(point):
-                held.append({name: buffer.clone() for name, buffer in self.user.model.named_buffers()})
-        return {name: torch.stack([each[name] for each in held]) for name in held[0]} if held else {}
+                held.append(
+                    {name: buffer.clone() for name, buffer in self.user.model.named_buffers()}
+                )
+        return (
+            {name: torch.stack([each[name] for each in held]) for name in held[0]} if held else {}
+        )
 
     def losses(self, points: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each example at each point, of shape (R, n), in evaluation mode."""
@@ -238,7 +289,9 @@ class GradientsAtPoints:
 
     def _moved(self) -> Tensor:
         like = next(self.user.model.parameters())
-        return torch.cat([like.new_empty(0), *(b.reshape(-1).to(like) for b in self._held_by(self.user.model))])
+        return torch.cat(
+            [like.new_empty(0), *(b.reshape(-1).to(like) for b in self._held_by(self.user.model))]
+        )
 
     @contextmanager
     def _at(self, point: Tensor) -> Iterator[None]:
@@ -252,7 +305,9 @@ class GradientsAtPoints:
 
     def _load(self, model: nn.Module, values: Tensor) -> None:
         buffers = self._held_by(model)
-        for buffer, piece in zip(buffers, torch.split(values, [b.numel() for b in buffers]), strict=True):
+        for buffer, piece in zip(
+            buffers, torch.split(values, [b.numel() for b in buffers]), strict=True
+        ):
             buffer.copy_((piece if buffer.is_floating_point() else piece.round()).view_as(buffer))
 
     def _held_by(self, model: nn.Module) -> list[Tensor]:
@@ -274,11 +329,14 @@ class StackedGradients(GradientsAtPoints):
         size, seed = user.batch_size, user.seed
         columns = [self._pool.stream(me, size, seed, part) for part in parts]
         self._stacked = StackedSums(
-            self.copies, self._pool, [*columns, *(self._pool.stream(peer, size, seed) for peer in peers)]
+            self.copies,
+            self._pool,
+            [*columns, *(self._pool.stream(peer, size, seed) for peer in peers)],
         )
         self._whole: StackedSums | None = None
         self._weighed: dict[tuple[int, ...], tuple[Tensor, int, Tensor]] = {}
-        self._every: dict[tuple[int, ...], Tensor] = {}  # the columns that a captured step passes over
+        # the columns that a captured step passes over
+        self._every: dict[tuple[int, ...], Tensor] = {}
         self._own_rows: dict[tuple[int, ...], Tensor] = {}
         self._held: dict[int, InMemory] = {}
 
@@ -286,7 +344,10 @@ class StackedGradients(GradientsAtPoints):
         return []  # a model that moves any is not stackable
 
     def ask(self, question: Question) -> Answers:
-        """Return what the operator gives; where a sum of the peers is not finite, those are found who spoil it."""
+        """Return what the operator gives.
+
+        Where a sum of the peers is not finite, those are found who spoil it.
+        """
         points, weights, step = question.points, question.weights, question.step
         drawn, asked, judged = self._stacked.drawn(step), len(weights), len(question.each)
         whole = self._weights(weights, tuple(question.own))
@@ -299,7 +360,12 @@ class StackedGradients(GradientsAtPoints):
             rows = self._each(points[:asked], drawn, left_out, weights)
             sums[:asked], answered = combined(rows, weights)
         return Answers(
-            sums, answered, left_out, losses=losses[asked:], buffers=points[asked:, self.d :], judged=evidence
+            sums,
+            answered,
+            left_out,
+            losses=losses[asked:],
+            buffers=points[asked:, self.d :],
+            judged=evidence,
         )
 
     def block(self, step: int) -> Tensor:
@@ -307,14 +373,19 @@ class StackedGradients(GradientsAtPoints):
         return self._stacked.block(step)
 
     def on(self, question: Question, drawn: Tensor) -> Answers:
-        """Return answers on the examples drawn, finite or not; every peer is passed over, whatever its weight."""
+        """Return answers on the examples drawn, finite or not.
+
+        Every peer is passed over, whatever its weight.
+        """
         weights, own = question.weights, tuple(question.own)
         key, asked = (len(weights), *own), len(weights)
         if key not in self._every:
             self._every[key] = self._joined(torch.ones_like(weights), own)
         whole = self._joined(weights, own)
         sums, losses = self._stacked.sums(question.points, whole, drawn, asked=self._every[key])
-        return Answers(sums, weights.sum(1), {}, losses=losses[asked:], buffers=sums[asked:, self.d :])
+        return Answers(
+            sums, weights.sum(1), {}, losses=losses[asked:], buffers=sums[asked:, self.d :]
+        )
 
     def _weights(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
         """Return the weights of all columns at all points, the same tensor while they stay the same."""
@@ -331,8 +402,13 @@ class StackedGradients(GradientsAtPoints):
             self._own_rows[own] = torch.eye(parts + weights.shape[1])[list(own)].to(weights)
         return torch.cat([nn.functional.pad(weights, (parts, 0)), self._own_rows[own]])
 
-    def _each(self, points: Tensor, drawn: Tensor, left_out: dict[str, str], asked: Tensor) -> Tensor:
-        """Return each peer's gradient at each point; note who gives none where it is asked at a finite point."""
+    def _each(
+        self, points: Tensor, drawn: Tensor, left_out: dict[str, str], asked: Tensor
+    ) -> Tensor:
+        """Return each peer's gradient at each point.
+
+        Note who gives none where it is asked at a finite point.
+        """
         parts = len(self.parts)
         rows = self._stacked.rows(points, range(parts, parts + len(self.names)), drawn)
         usable = finite_rows(points)
@@ -347,7 +423,9 @@ class StackedGradients(GradientsAtPoints):
             columns = [self._pool.stream(me, len(me), 0, part) for part in self.parts]
             self._whole = StackedSums(self.copies, self._pool, columns)
         points = question.points[: len(question.each)]
-        weights = torch.eye(len(self.parts), device=points.device, dtype=points.dtype)[list(question.each)]
+        weights = torch.eye(len(self.parts), device=points.device, dtype=points.dtype)[
+            list(question.each)
+        ]
         return self._whole.sums(points, weights, self._whole.drawn(0))[0]
 
     def losses(self, points: Tensor, examples: Examples) -> Tensor:
@@ -367,7 +445,10 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _chunks(n: int) -> list[Tensor]:
-    """Return n indices, 1,024 at a time; a last one by itself, which BatchNorm does not take, goes with others."""
+    """Return n indices, 1,024 at a time.
+
+    A last one by itself, which BatchNorm does not take, goes with others.
+    """
     chunks = list(torch.split(torch.arange(n), 1024))
     return chunks if n < 2 or len(chunks[-1]) > 1 else [*chunks[:-2], torch.cat(chunks[-2:])]
 
@@ -376,7 +457,9 @@ def part_of(user: User, kept: Tensor) -> User:
     """Return a user with some of its examples only, and the same name."""
     indices, part = kept.cpu().nonzero().flatten(), copy.copy(user)
     if isinstance(user.examples, FromDataset):
-        part.examples = replace(user.examples, dataset=Subset(user.examples.dataset, indices.tolist()))
+        part.examples = replace(
+            user.examples, dataset=Subset(user.examples.dataset, indices.tolist())
+        )
     elif isinstance(user.examples, InMemory):
         part.examples = InMemory(*user.examples.take(indices))
     return part

@@ -1,7 +1,7 @@
 """Attacks, for tests and benchmarks: what bad peers send, knowing what the good ones do.
 
-An attack is a function of (the good peers' rows, how many attackers, the step) that returns the attackers' rows.
-`Attacked` lets some peers of an engine send them, so that any run can be attacked.
+An attack is a function of (the good peers' rows, how many attackers, the step) that returns the
+attackers' rows. `Attacked` lets some peers of an engine send them, so that any run can be attacked.
 """
 
 import copy
@@ -59,7 +59,9 @@ def sign_flip() -> Scaled:
 
 
 def inner_product(epsilon: float = 0.5) -> Scaled:
-    """Return inner-product manipulation, −ε·m: small enough to pass, and against the good peers' mean.
+    """Return inner-product manipulation, −ε·m.
+
+    Small enough to pass, and against the good peers' mean.
 
     Example:
         >>> inner_product(epsilon=0.1)
@@ -72,11 +74,13 @@ def inner_product(epsilon: float = 0.5) -> Scaled:
 
 @dataclass(frozen=True)
 class LittleIsEnough:
-    """Stay within the good peers' spread, all on one side: m − z·s, s their standard deviation by coordinate.
+    """Stay within the good peers' spread, all on one side.
+
+    M − z·s, s their standard deviation by coordinate.
 
     Args:
-        z: how many standard deviations away. When None, the largest z at which enough good peers, were they
-            normal, would be further away to make a majority with the attackers.
+        z: how many standard deviations away. When None, the largest z at which enough good peers,
+            were they normal, would be further away to make a majority with the attackers.
 
     Example:
         >>> LittleIsEnough(z=1.0)(torch.tensor([[1.0], [3.0]]), n=1, step=0)
@@ -104,7 +108,8 @@ class Mimic:
         >>> Mimic(row=1)(torch.tensor([[1.0], [3.0]]), n=1, step=0)
         tensor([[3.]])
 
-    Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing*
+    Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via
+        Bucketing*
     (2022).
     """
 
@@ -121,8 +126,9 @@ class AlternatingDrift:
 
         m ± z·s,   the sign changing every `period` steps
 
-    Every row is plausible, and over time so is their mean; but a model that follows is led from one side to the
-    other and settles nowhere. It beats every aggregator here, which sees one step at a time (see the guard).
+    Every row is plausible, and over time so is their mean; but a model that follows is led from one
+    side to the other and settles nowhere. It beats every aggregator here, which sees one step at a
+    time (see the guard).
 
     Args:
         z: how many standard deviations away.
@@ -159,9 +165,13 @@ def flip_labels(user: User, n_classes: int) -> User:
     examples = user.examples
     targets = plain_targets(examples)
     if not isinstance(examples, InMemory) or targets is None or targets.is_floating_point():
-        raise DataError(f"user {user.name!r} has no labels in memory to flip; give it a tensor of classes")
+        raise DataError(
+            f"user {user.name!r} has no labels in memory to flip; give it a tensor of classes"
+        )
     if not 0 <= int(targets.min()) <= int(targets.max()) < n_classes:
-        raise KnobError(f"`n_classes` must exceed every label of user {user.name!r}, got {n_classes}")
+        raise KnobError(
+            f"`n_classes` must exceed every label of user {user.name!r}, got {n_classes}"
+        )
     flipped = copy.copy(user)
     flipped.examples = InMemory(examples.inputs, n_classes - 1 - targets)
     return flipped
@@ -171,7 +181,8 @@ def flip_labels(user: User, n_classes: int) -> User:
 class Attacked:
     """An engine some of whose peers send what an attack tells them to.
 
-    The attackers see what the good peers send in the same step; user 0's own gradient where there is no good peer.
+    The attackers see what the good peers send in the same step; user 0's own gradient where there
+    is no good peer.
 
     Args:
         engine: where the good gradients come from.
@@ -193,7 +204,9 @@ class Attacked:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.attackers if name not in self.names]:
-            raise KnobError(f"`attackers` names an unknown peer {unknown[0]!r}; the peers are {self.names}")
+            raise KnobError(
+                f"`attackers` names an unknown peer {unknown[0]!r}; the peers are {self.names}"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,7 +215,10 @@ class Attacked:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What can be had under attack: rows where the engine has them, and nothing that would avoid the attack."""
+        """What can be had under attack.
+
+        Rows where the engine has them, and nothing that would avoid the attack.
+        """
         can = self.engine.capabilities
         return Capabilities(
             rows=can.rows,
@@ -211,7 +227,9 @@ class Attacked:
             batch_size=can.batch_size,
         )
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         """Return everybody's gradients at x, the attackers' replaced; see `Engine.gradients`."""
         bad = [name for name in weights if name in self.attackers]
         if not bad:
@@ -228,7 +246,10 @@ class Attacked:
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed, and of who attacks."""
-        return self.engine.describe() | {"attack": describe(self.attack), "attackers": list(self.attackers)}
+        return self.engine.describe() | {
+            "attack": describe(self.attack),
+            "attackers": list(self.attackers),
+        }
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far."""

@@ -1,4 +1,7 @@
-"""What an engine can do: a Protocol for each capability, and the one place that refuses what cannot be had."""
+"""What an engine can do.
+
+A Protocol for each capability, and the one place that refuses what cannot be had.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, overload, runtime_checkable
@@ -39,10 +42,13 @@ class AnswersAtOwnPoints(Engine, Protocol):
     def parameters(self) -> Parameters:
         """The trainable parameters of the model: their number, dtype and device."""
 
-    def each(self, points: Tensor, step: int, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+    def each(
+        self, points: Tensor, step: int, names: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return every user's gradient at its row of `points`, user 0 first, and user 0's loss.
 
-        `names` are the peers whose rows follow user 0's; all of them when None, or none where there is one row.
+        `names` are the peers whose rows follow user 0's; all of them when None, or none where there
+        is one row.
         """
 
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +77,10 @@ class WorksLocally(Engine, Protocol):
     """An engine whose peers take steps of their own (`local_work`)."""
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Ask each peer, at one point at most, for the steps in `question.work`; return what waits for them."""
+        """Ask each peer, at one point at most, for the steps in `question.work`.
+
+        Return what waits for them.
+        """
 
 
 @runtime_checkable
@@ -92,7 +101,9 @@ class Captures(Engine, Protocol):
     def indices(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
 
-    def gradients_of(self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool) -> Gradients:
+    def gradients_of(
+        self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool
+    ) -> Gradients:
         """Return all users' gradients on the examples of one row of `indices`, finite or not."""
 
 
@@ -130,34 +141,52 @@ Capability = Literal["rows", "own_points", "local", "capture", "local_work"]
 _METHODS: dict[str, Any] = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
 _METHODS |= {"local_work": WorksLocally}
 _REFUSALS = {
-    "rows": "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
-    "`WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows",
-    "own_points": "every user's gradient at a point of its own{purpose}, but this engine asks all users at one "
-    "point; pass no `engine`: users in this process answer at any point",
-    "local": "all users' examples in this process{purpose}, but those of this engine are elsewhere; pass no "
-    "`engine`, or a rule with its weights set, such as `WeightedAveraging`",
-    "capture": "steps that can be captured{purpose}, but {why}; take them one by one: `capture=False`",
-    "local_work": "peers that take steps of their own{purpose}, but those of this engine give one gradient; leave "
-    "`local_steps` out",
+    "rows": (
+        "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
+        "`WeightedAveraging` or `BiasCorrection` with numbers, or let the peers give rows"
+    ),
+    "own_points": (
+        "every user's gradient at a point of its own{purpose}, but this engine asks all users at"
+        " one point; pass no `engine`: users in this process answer at any point"
+    ),
+    "local": (
+        "all users' examples in this process{purpose}, but those of this engine are elsewhere; pass"
+        " no `engine`, or a rule with its weights set, such as `WeightedAveraging`"
+    ),
+    "capture": (
+        "steps that can be captured{purpose}, but {why}; take them one by one: `capture=False`"
+    ),
+    "local_work": (
+        "peers that take steps of their own{purpose}, but those of this engine give one gradient;"
+        " leave `local_steps` out"
+    ),
 }
 
 
 @overload
-def require(engine: Engine, capability: Literal["rows"], for_whom: str, purpose: str = ...) -> Engine: ...
+def require(
+    engine: Engine, capability: Literal["rows"], for_whom: str, purpose: str = ...
+) -> Engine: ...
 @overload
 def require(
     engine: Engine, capability: Literal["own_points"], for_whom: str, purpose: str = ...
 ) -> AnswersAtOwnPoints: ...
 @overload
-def require(engine: Engine, capability: Literal["local"], for_whom: str, purpose: str = ...) -> Local: ...
+def require(
+    engine: Engine, capability: Literal["local"], for_whom: str, purpose: str = ...
+) -> Local: ...
 @overload
-def require(engine: Engine, capability: Literal["capture"], for_whom: str, purpose: str = ...) -> Captures: ...
+def require(
+    engine: Engine, capability: Literal["capture"], for_whom: str, purpose: str = ...
+) -> Captures: ...
 @overload
 def require(
     engine: Engine, capability: Literal["local_work"], for_whom: str, purpose: str = ...
 ) -> WorksLocally: ...
 def require(engine: Engine, capability: Capability, for_whom: str, purpose: str = "") -> Engine:
-    """Return the engine, with the methods of a capability; a `KnobError` with the remedy where it has it not.
+    """Return the engine, with the methods of a capability.
+
+    A `KnobError` with the remedy where it has it not.
 
     Args:
         engine: any engine.
@@ -173,14 +202,22 @@ def require(engine: Engine, capability: Capability, for_whom: str, purpose: str 
         >>> require(engine, "own_points", "`FedAvg`")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        coterie.errors.KnobError: `FedAvg` needs every user's gradient at a point of its own, but this ...
+        coterie.errors.KnobError: `FedAvg` needs every user's gradient at a point of its own, but
+        this ...
     """
     can = engine.capabilities
-    has = {"rows": can.rows, "own_points": can.own_points, "local": can.local, "capture": can.not_captured is None}
+    has = {
+        "rows": can.rows,
+        "own_points": can.own_points,
+        "local": can.local,
+        "capture": can.not_captured is None,
+    }
     has["local_work"] = can.local_work
     if not has[capability]:
         needed = _REFUSALS[capability].format(purpose=f" {purpose}".rstrip(), why=can.not_captured)
         raise KnobError(f"{for_whom} needs {needed}")
     if capability in _METHODS and not isinstance(engine, _METHODS[capability]):
-        raise TypeError(f"{type(engine).__name__} says that it has `{capability}`, but lacks its methods")
+        raise TypeError(
+            f"{type(engine).__name__} says that it has `{capability}`, but lacks its methods"
+        )
     return engine

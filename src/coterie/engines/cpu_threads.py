@@ -1,4 +1,7 @@
-"""How many CPU threads a run takes: one where passes are so small that threads would only wait for each other."""
+"""How many CPU threads a run takes.
+
+One where passes are so small that threads would only wait for each other.
+"""
 
 import contextlib
 import threading
@@ -27,7 +30,10 @@ class CountsOperations(Protocol):
 
 
 def operations(passes: Passes, x: Tensor, inputs: Tree) -> float:
-    """Return about how many operations a forward pass takes: those that torch counts, or two for each parameter."""
+    """Return about how many operations a forward pass takes.
+
+    Those that torch counts, or two for each parameter.
+    """
     counter = FlopCounterMode(display=False)
     with contextlib.suppress(Exception), torch.no_grad(), counter:  # not every model can be counted
         passes.output(x, inputs, passes.buffers())
@@ -35,7 +41,10 @@ def operations(passes: Passes, x: Tensor, inputs: Tree) -> float:
 
 
 def threads_for(wanted: int | None, engine: object) -> int:
-    """Return how many threads to take: as many as wanted, or one for small passes, or as many as torch has."""
+    """Return how many threads to take.
+
+    As many as wanted, or one for small passes, or as many as torch has.
+    """
     there = torch.get_num_threads()
     if wanted is not None or there == 1 or not isinstance(engine, CountsOperations):
         return wanted or there
@@ -46,7 +55,8 @@ def threads_for(wanted: int | None, engine: object) -> int:
 def cpu_threads(count: int) -> Iterator[None]:
     """Let torch use so many threads inside, and as many as before afterwards.
 
-    A thread of Python that begins while another's run goes on has that run's number; it is given the one before.
+    A thread of Python that begins while another's run goes on has that run's number; it is given
+    the one before.
     """
     with one_thread():
         began_within = bool(_Taken.runs) and not _Taken.here.__dict__.get("runs")

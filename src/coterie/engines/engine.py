@@ -24,19 +24,26 @@ class Capabilities:
     Args:
         rows: every peer's own gradient can be had.
         rows_at_hand: they cost no more than the weighted sum, which is made of them here.
-        own_points: every user answers at a point of its own; the engine is then `AnswersAtOwnPoints`.
-        local: all users' examples are in this process: other batch sizes can be asked for, and gradients cost
-            nothing but time; the engine is then `Local`.
-        same_bits: gradients have the bits of `InProcess(one_by_one=True)`; otherwise they agree to rounding.
-        not_captured: why steps cannot be one program; None where they can, and the engine is `Captures`.
+        own_points: every user answers at a point of its own; the engine is then
+            `AnswersAtOwnPoints`.
+        local: all users' examples are in this process: other batch sizes can be asked for, and
+            gradients cost nothing but time; the engine is then `Local`.
+        same_bits: gradients have the bits of `InProcess(one_by_one=True)`; otherwise they agree to
+            rounding.
+        not_captured: why steps cannot be one program; None where they can, and the engine is
+            `Captures`.
         rows_not_captured: the same for a rule that needs rows.
         not_stacked: why the model cannot be passed in many copies at once; None where it can.
-        examples: how many examples each user has, user 0 included; None for a stream. Empty where not known.
-        noise: the standard deviation of what private peers add to each number of a gradient, as far as it is known.
+        examples: how many examples each user has, user 0 included; None for a stream. Empty where
+            not known.
+        noise: the standard deviation of what private peers add to each number of a gradient, as far
+            as it is known.
         batch_size: how many examples a user draws for a gradient at most; None where not known.
         batch_dependent: another batch size may mean another objective, as with BatchNorm.
-        many_points: peers can be asked at several points in one exchange; the engine is then `AsksAtPoints`.
-        sketch: how many numbers a peer shows of its gradient where weights are chosen; None where it shows all.
+        many_points: peers can be asked at several points in one exchange; the engine is then
+            `AsksAtPoints`.
+        sketch: how many numbers a peer shows of its gradient where weights are chosen; None where
+            it shows all.
         local_work: peers take steps of their own from a point; the engine is then `WorksLocally`.
 
     Example:
@@ -63,9 +70,12 @@ class Capabilities:
 
 @dataclass(frozen=True, eq=False)
 class LocalWork:
-    """Plain steps that a user takes from a point, each on its batch of the next step: x ← x − η (g(x) + a + λ x).
+    """Plain steps that a user takes from a point, each on its batch of the next step.
 
-    What it gives is its displacement over η: the sum of what its steps followed, in the place of a gradient.
+    X ← x − η (g(x) + a + λ x).
+
+    What it gives is its displacement over η: the sum of what its steps followed, in the place of a
+    gradient.
 
     Example:
         >>> LocalWork(count=2, lr=0.5).followed(torch.ones(1), lambda x, k: x)  # f(x) = x²/2
@@ -91,7 +101,9 @@ class LocalWork:
             gradient = gradient + self.add[place]
         return gradient.add(x, alpha=self.decay) if self.decay else gradient
 
-    def followed(self, x: Tensor, gradient: Callable[[Tensor, int], Tensor], place: int | slice = 0) -> Tensor:
+    def followed(
+        self, x: Tensor, gradient: Callable[[Tensor, int], Tensor], place: int | slice = 0
+    ) -> Tensor:
         """Take the steps from x, by what gives a gradient at a point in step k, and return what they followed."""
         total = torch.zeros_like(x)
         for k in range(self.count):
@@ -102,39 +114,54 @@ class LocalWork:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What a learner asks at several points of one step: its peers at the first of them, user 0 at the others.
+    """What a learner asks at several points of one step.
 
-    User 0's examples are asked in parts, which are users like the others: all of them (part 0), or all but a fold.
+    Its peers at the first of them, user 0 at the others.
+
+    User 0's examples are asked in parts, which are users like the others: all of them (part 0), or
+    all but a fold.
     """
 
-    points: Tensor  # of shape (P, d), those that are sent finite; followed by buffers where passes move them
+    # of shape (P, d), those that are sent finite; followed by buffers where passes move them
+    points: Tensor
     step: int
-    weights: Tensor  # of shape (Q, N), a column for each of the engine's names; NaN where a peer is not asked
+    # of shape (Q, N), a column for each of the engine's names; NaN where a peer is not asked
+    weights: Tensor
     rows: bool = False  # every peer's gradient instead of their weighted sums
     sketched: int = 0  # beside sums, every peer's sketches at the first so many points
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of each point, where passes move the model's
-    work: LocalWork | None = None  # what the peers do from each point; they give a gradient there when None
-    batch_size: int | None = None  # another than the engine's, where there is work or each peer has one point
+    # of each point, where passes move the model's
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    # what the peers do from each point; they give a gradient there when None
+    work: LocalWork | None = None
+    # another than the engine's, where there is work or each peer has one point
+    batch_size: int | None = None
     own: Sequence[int] = ()  # which part of user 0's examples answers at each of the last points
-    each: Sequence[int] = ()  # at the first points each peer by itself, and user 0 on all examples of these parts
+    # at the first points each peer by itself, and user 0 on all examples of these parts
+    each: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
     """What the users answer."""
 
-    sums: Tensor | None  # of shape (P, d), over those whose gradients can be used; None where rows were asked for
+    # of shape (P, d), over those whose gradients can be used; None where rows were asked for
+    sums: Tensor | None
     answered: Tensor  # of shape (Q,): the weight that is in each sum of the peers
     left_out: Mapping[str, str]  # the peers left out at any point, each with the reason
-    rows: Tensor | None = None  # of shape (P, N, d); not numbers where there is none that can be used
+    # of shape (P, N, d); not numbers where there is none that can be used
+    rows: Tensor | None = None
     sketches: Tensor | None = None  # of shape (sketched, N, k), in the same way
-    refused: Tensor | None = None  # of shape (P, N): who refused where; None if a peer refuses all points or none
+    # of shape (P, N): who refused where; None if a peer refuses all points or none
+    refused: Tensor | None = None
     losses: Tensor | None = None  # user 0's at its points
-    buffers: Tensor | None = None  # what its passes left in the model's buffers there, one point a row
+    # what its passes left in the model's buffers there, one point a row
+    buffers: Tensor | None = None
     judged: "PeerEvidence | None" = None  # what `each` asked for
 
     @classmethod
-    def of(cls, question: Question, given: Mapping[tuple[int, int], Tensor], names: Sequence[str]) -> Self:
+    def of(
+        cls, question: Question, given: Mapping[tuple[int, int], Tensor], names: Sequence[str]
+    ) -> Self:
         """Return the answers in which (point, peer) has what is given, where it is finite.
 
         Example:
@@ -151,7 +178,11 @@ class Answers:
 
     @classmethod
     def over(
-        cls, question: Question, kept: Mapping[tuple[int, int], Tensor], peers: int, left_out: Mapping[str, str]
+        cls,
+        question: Question,
+        kept: Mapping[tuple[int, int], Tensor],
+        peers: int,
+        left_out: Mapping[str, str],
     ) -> Self:
         """Return the answers in which (point, peer) has what is kept, all of which is finite.
 
@@ -189,7 +220,11 @@ class PeerEvidence:
 
     def without(self, peers: Tensor) -> "PeerEvidence":
         """Return the same where some peers (R, N) did not answer."""
-        return replace(self, theirs=self.theirs.masked_fill(peers.unsqueeze(2), torch.nan)) if peers.any() else self
+        return (
+            replace(self, theirs=self.theirs.masked_fill(peers.unsqueeze(2), torch.nan))
+            if peers.any()
+            else self
+        )
 
 
 def combined(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,8 +252,12 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities:
         """What else can be had from this engine."""
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
-        """Return all users' gradients at x; `PeerLost` where a peer is gone that the run cannot do without.
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
+        """Return all users' gradients at x.
+
+        `PeerLost` where a peer is gone that the run cannot do without.
 
         Args:
             x: the point, a flat vector.
@@ -230,12 +269,15 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return how gradients are computed, for the record.
 
-        A resumed run must have the same description. An engine whose peers are elsewhere also says who they are
-        (`peers`: their names and numbers of examples).
+        A resumed run must have the same description. An engine whose peers are elsewhere also says
+        who they are (`peers`: their names and numbers of examples).
         """
 
     def traffic(self) -> Mapping[str, Traffic]:
-        """Return the bytes that have travelled and the seconds they took, by user; empty where nothing travels."""
+        """Return the bytes that have travelled and the seconds they took, by user.
+
+        Empty where nothing travels.
+        """
 
     def close(self) -> None:
         """Release the peers: no more gradients will be asked for."""
@@ -245,6 +287,13 @@ class MakeEngine(Protocol):
     """A function that makes an engine over the users of a run, such as `InProcess`."""
 
     def __call__(
-        self, model: nn.Module, loss: Loss, me: User, peers: Sequence[User], *, batch_size: int, seed: int
+        self,
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User],
+        *,
+        batch_size: int,
+        seed: int,
     ) -> Engine:
         """Return an engine; `model` is the one that is trained, and user 0's batches move its buffers."""

@@ -1,4 +1,7 @@
-"""Private peers that are simulated: all users are in this process, and peers answer as private sites do."""
+"""Private peers that are simulated.
+
+All users are in this process, and peers answer as private sites do.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,21 +19,25 @@ from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.recording.costs import Traffic
 from coterie.users.user import PEERS, Loss, User
 
-PROMISES = either(PROMISE, mapped(PROMISE, "a `coterie.privacy.Privacy`, or one by the name of each private peer"))
+PROMISES = either(
+    PROMISE, mapped(PROMISE, "a `coterie.privacy.Privacy`, or one by the name of each private peer")
+)
 """What peers may promise."""
 
 
 class PrivatePeers(Remote):
-    """Gradients of users in this process whose peers promise (ε, δ): to find out what a promise costs.
+    """Gradients of users in this process whose peers promise (ε, δ).
 
-    Peers answer and refuse as they would between organisations; what they spend is counted in memory, and is
-    forgotten with the engine.
+    To find out what a promise costs.
+
+    Peers answer and refuse as they would between organisations; what they spend is counted in
+    memory, and is forgotten with the engine.
 
     Args:
         model, loss, me, peers, batch_size, seed: as for `InProcess`.
         privacy: what every peer promises, or by name what some do; the others' gradients are plain.
-        gradients: how many gradients each private peer gives in all; `AdaptiveAveraging` asks for 4.5 a step. The
-            noise follows from it where `privacy` does not say it.
+        gradients: how many gradients each private peer gives in all; `AdaptiveAveraging` asks for
+            4.5 a step. The noise follows from it where `privacy` does not say it.
 
     Example:
         >>> import functools, torch, coterie
@@ -57,19 +64,25 @@ class PrivatePeers(Remote):
     ) -> None:
         names = [peer.name for peer in PEERS("peers", peers)]
         PROMISES("privacy", privacy)
-        self.privacy = dict.fromkeys(names, privacy) if isinstance(privacy, Privacy) else dict(privacy)
+        self.privacy = (
+            dict.fromkeys(names, privacy) if isinstance(privacy, Privacy) else dict(privacy)
+        )
         if unknown := [name for name in self.privacy if name not in names]:
-            raise KnobError(f"`privacy` names an unknown peer {unknown[0]!r}; the peers are {', '.join(names)}")
+            raise KnobError(
+                f"`privacy` names an unknown peer {unknown[0]!r}; the peers are {', '.join(names)}"
+            )
         for promise in self.privacy.values():
             if promise.batch_size not in (None, batch_size):
                 raise KnobError(
-                    f"`batch_size` of `privacy`, {promise.batch_size}, must be that of the run, {batch_size}, or "
-                    "be left out: peers would refuse every gradient"
+                    f"`batch_size` of `privacy`, {promise.batch_size}, must be that of the run,"
+                    f" {batch_size}, or be left out: peers would refuse every gradient"
                 )
         passes = Passes(model, loss)
         self.peers = {peer.name: self._peer(peer, passes, gradients) for peer in peers}
         sites = LocalSites(self.peers)
-        super().__init__(model, loss, me, sites=sites, names=names, batch_size=batch_size, seed=seed)
+        super().__init__(
+            model, loss, me, sites=sites, names=names, batch_size=batch_size, seed=seed
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""

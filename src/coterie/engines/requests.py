@@ -29,9 +29,12 @@ MAX_LOCAL_STEPS = 1024
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What user 0 asks of a peer: the gradient at each of some points, all on the batch of (seed, user, step).
+    """What user 0 asks of a peer.
 
-    With `work`, the peer takes steps of its own from each point, and gives its displacement over their size.
+    The gradient at each of some points, all on the batch of (seed, user, step).
+
+    With `work`, the peer takes steps of its own from each point, and gives its displacement over
+    their size.
     """
 
     points: Tensor  # of shape (P, d)
@@ -41,7 +44,8 @@ class Request:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """User 0's, where the peer's model may have others: a row for each point, or one for all."""
     frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
-    work: LocalWork | None = None  # steps from each point, on the batches of this step and those after it
+    # steps from each point, on the batches of this step and those after it
+    work: LocalWork | None = None
 
     @property
     def gradients(self) -> int:
@@ -51,14 +55,27 @@ class Request:
     def misfit(self, model: nn.Module, size: int, *, streamed: bool) -> str | None:
         """Return what is wrong with the request for a model of `size` trained parameters, if anything is."""
         points = self.points
-        if points.ndim != 2 or not len(points) or points.shape[1] != size or not points.is_floating_point():
+        if (
+            points.ndim != 2
+            or not len(points)
+            or points.shape[1] != size
+            or not points.is_floating_point()
+        ):
             return f"a point must be {size} finite floating-point numbers"
         if len(points) > MAX_POINTS:
             return f"it answers at {MAX_POINTS} points at most"
-        return self._wrong_numbers(streamed=streamed) or self._wrong_work() or self._wrong_buffers(model)
+        return (
+            self._wrong_numbers(streamed=streamed)
+            or self._wrong_work()
+            or self._wrong_buffers(model)
+        )
 
     def _wrong_numbers(self, *, streamed: bool) -> str | None:
-        if not 0 <= self.step < MAX_STEP or self.batch_size < 1 or not -(2**63) <= self.seed < 2**64:
+        if (
+            not 0 <= self.step < MAX_STEP
+            or self.batch_size < 1
+            or not -(2**63) <= self.seed < 2**64
+        ):
             return "step, seed and batch size must be whole numbers"
         if streamed and self.batch_size > MAX_STREAMED:
             return f"it draws {MAX_STREAMED} examples at most"
@@ -73,14 +90,18 @@ class Request:
         most = torch.finfo(self.points.dtype).max
         if not (0 < work.lr < most and 0 <= work.decay < most):
             return "step size and decay must be finite numbers, not below 0"
-        if work.add is not None and (work.add.shape != self.points.shape or not work.add.isfinite().all()):
+        if work.add is not None and (
+            work.add.shape != self.points.shape or not work.add.isfinite().all()
+        ):
             return "what is added must be finite numbers like the points"
         return None
 
     def _wrong_buffers(self, model: nn.Module) -> str | None:
         ours = dict(model.named_buffers()) if self.buffers else {}
         for name, rows in self.buffers.items():
-            if name not in ours or rows.shape not in [(n, *ours[name].shape) for n in (1, len(self.points))]:
+            if name not in ours or rows.shape not in [
+                (n, *ours[name].shape) for n in (1, len(self.points))
+            ]:
                 return "its model has other buffers"
         return None
 
@@ -108,7 +129,9 @@ def promise_told(reported: Any) -> dict[str, float] | None:
     fields = reported if isinstance(reported, dict) else {}
     told = {name: fields.get(name) for name in ("epsilon", "delta", "clip", "spent")}
     fine = all(isinstance(value, float) and 0 <= value < math.inf for value in told.values())
-    return {name: float(value) for name, value in told.items() if value is not None} if fine else None
+    return (
+        {name: float(value) for name, value in told.items() if value is not None} if fine else None
+    )
 
 
 def whole_number(reported: Any) -> int | None:
@@ -122,7 +145,9 @@ def whole_number(reported: Any) -> int | None:
 
 
 def noise_told(reported: Any) -> float:
-    """Return the standard deviation of the noise that a peer says it adds to each number; 0 where it says none.
+    """Return the standard deviation of the noise that a peer says it adds to each number.
+
+    0 where it says none.
 
     Example:
         >>> noise_told(0.5), noise_told(1e300), noise_told("much")
@@ -134,4 +159,5 @@ def noise_told(reported: Any) -> float:
 def to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a copy of a tensor as an array that can be sent."""
     plain = tensor.detach().cpu()
-    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())  # NumPy has no bfloat16
+    # NumPy has no bfloat16
+    return np.array((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())

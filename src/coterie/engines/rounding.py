@@ -1,4 +1,7 @@
-"""Messages in half precision with error feedback: what rounding loses is added to the next message."""
+"""Messages in half precision with error feedback.
+
+What rounding loses is added to the next message.
+"""
 
 from typing import Literal, TypeAlias
 
@@ -11,9 +14,12 @@ HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Rounding:
-    """Rounds one message after the other to a dtype; over time their sum is exact but for the last rounding.
+    """Rounds one message after the other to a dtype.
 
-    Messages of another shape than the last begin anew. What is not finite, also what overflows, loses nothing.
+    Over time their sum is exact but for the last rounding.
+
+    Messages of another shape than the last begin anew. What is not finite, also what overflows,
+    loses nothing.
 
     Example:
         >>> rounding, exact = Rounding(torch.bfloat16), torch.tensor([1.001])
@@ -39,4 +45,6 @@ def relative_error(exact: Tensor, sent: Tensor) -> float:
     """Return ‖sent − exact‖ / ‖exact‖; 0 without a comparison where nothing was rounded."""
     if sent.dtype == exact.dtype:
         return 0.0
-    return float((sent.to(exact) - exact).norm() / exact.norm().clamp(min=torch.finfo(exact.dtype).tiny))
+    return float(
+        (sent.to(exact) - exact).norm() / exact.norm().clamp(min=torch.finfo(exact.dtype).tiny)
+    )

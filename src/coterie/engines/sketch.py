@@ -6,15 +6,17 @@ from torch import Tensor
 from coterie.users.sampling import random_key
 
 SKETCH = 2048
-"""How many numbers a sketch has. Weights found from so many were, on digits, WISDM and MNIST, within .04 of those
+"""How many numbers a sketch has.
+
+Weights found from so many were, on digits, WISDM and MNIST, within .04 of those
 found from gradients (`benchmarks/sketches.py`)."""
 
 
 def sketch_size(d: int, *, rows: bool) -> int | None:
     """Return how many numbers a peer shows of a gradient of d; None where it shows it all.
 
-    Peers that give rows show a gradient that is no longer than a sketch. Those that give sums only show at most
-    half as many numbers as the gradient has, so that no sketch determines it.
+    Peers that give rows show a gradient that is no longer than a sketch. Those that give sums only
+    show at most half as many numbers as the gradient has, so that no sketch determines it.
     """
     if rows:
         return SKETCH if d > SKETCH else None
@@ -31,8 +33,8 @@ class Sketch:
 
         s_b = Σ_{i in b} ±g_i,   E⟨s, s'⟩ = ⟨g, g'⟩,   relative error about √(2/k)
 
-    It is linear. Where the same key gives the same draw everywhere, sketches made in different places can be
-    compared.
+    It is linear. Where the same key gives the same draw everywhere, sketches made in different
+    places can be compared.
 
     Args:
         d: how many numbers a gradient has.

@@ -1,4 +1,7 @@
-"""A model beside the one trained alone, on the same examples: every number with its paired standard error."""
+"""A model beside the one trained alone, on the same examples.
+
+Every number with its paired standard error.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +18,10 @@ from coterie.users.trees import has_rows, mapped
 from coterie.users.user import Loss
 
 GROUPS = 100
-"""Into how many groups at most examples are put for the jackknife: a metric is computed once without each."""
+"""Into how many groups at most examples are put for the jackknife.
+
+A metric is computed once without each.
+"""
 
 
 def compare(
@@ -29,8 +35,9 @@ def compare(
 ) -> Comparison:
     """Compare a model with one trained alone on examples, in all metrics and in loss.
 
-    A metric may be any function of the whole set, so its standard error is that of the jackknife over examples;
-    for a mean, such as the accuracy, that is the usual one. The error of the loss is over the examples' losses.
+    A metric may be any function of the whole set, so its standard error is that of the jackknife
+    over examples; for a mean, such as the accuracy, that is the usual one. The error of the loss is
+    over the examples' losses.
 
     Args:
         model: the model that is served.
@@ -82,7 +89,9 @@ def _metric_errors(
     if not metrics:
         return {}
     wholes = [whole_of(outputs_on(each, examples)) for each in (model, alone)]
-    if None in wholes or not all(has_rows(output, len(examples)) for output, _ in filter(None, wholes)):
+    if None in wholes or not all(
+        has_rows(output, len(examples)) for output, _ in filter(None, wholes)
+    ):
         return dict.fromkeys(metrics, math.nan)  # outputs of which no example can be left out
 
     def difference(metric: Metric, kept: Tensor) -> float:
@@ -90,7 +99,10 @@ def _metric_errors(
         ours, of_alone = (float(metric(*part)) for part in parts)
         return ours - of_alone
 
-    return {name: _jackknife(partial(difference, metric), len(examples)) for name, metric in metrics.items()}
+    return {
+        name: _jackknife(partial(difference, metric), len(examples))
+        for name, metric in metrics.items()
+    }
 
 
 def _jackknife(value: Callable[[Tensor], float], n: int) -> float:
@@ -101,6 +113,10 @@ def _jackknife(value: Callable[[Tensor], float], n: int) -> float:
     group = torch.arange(n) % groups
     try:
         without = torch.tensor([value(group != g) for g in range(groups)], dtype=torch.float64)
-    except (ValueError, RuntimeError, ZeroDivisionError):  # a metric that some of the examples do not allow
+    except (
+        ValueError,
+        RuntimeError,
+        ZeroDivisionError,
+    ):  # a metric that some of the examples do not allow
         return math.nan
     return math.sqrt((groups - 1) / groups * float((without - without.mean()).square().sum()))

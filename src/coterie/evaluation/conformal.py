@@ -1,24 +1,28 @@
-"""Sets and intervals that cover: split conformal prediction for user 0 that borrows its peers' residuals.
+"""Sets and intervals that cover.
 
-A score says how badly a model predicts a row: |y − ŷ| for numbers, 1 − p_y for classes. User 0's scores are of
-rows that the model was not trained on. A prediction is all answers whose score is at most a threshold q, the least
-number with
+Split conformal prediction for user 0 that borrows its peers' residuals.
+
+A score says how badly a model predicts a row: |y − ŷ| for numbers, 1 − p_y for classes. User 0's
+scores are of rows that the model was not trained on. A prediction is all answers whose score is at
+most a threshold q, the least number with
 
     Σ_{own i: s_i ≤ q} 1 + Σ_{peers' j: s_j ≤ q} m  ≥  c (n + 1 + mB)
 
-of n own scores of weight 1, B peers' scores of weight m each, and a last one, of the new row, which counts as
-infinite.
+of n own scores of weight 1, B peers' scores of weight m each, and a last one, of the new row, which
+counts as infinite.
 
-**What is guaranteed.** Without peers (B = 0), for a new row exchangeable with the n own ones: P(covered) ≥ c,
-whatever model and data are; q is infinite where n < c/(1 − c), and then everything is in the set. With peers whose
-scores are exchangeable with the own ones too, and a choice of peers that does not look at the scores: P(covered) ≥
-c again. Where a peer's scores are of another distribution, at total variation d from the own, at least c − d·mB/(n
-+ 1 + mB) (Barber, Candès, Ramdas and Tibshirani 2023, Theorem 2, for fixed weights).
+**What is guaranteed.** Without peers (B = 0), for a new row exchangeable with the n own ones:
+P(covered) ≥ c, whatever model and data are; q is infinite where n < c/(1 − c), and then everything
+is in the set. With peers whose scores are exchangeable with the own ones too, and a choice of peers
+that does not look at the scores: P(covered) ≥ c again. Where a peer's scores are of another
+distribution, at total variation d from the own, at least c − d·mB/(n + 1 + mB) (Barber, Candès,
+Ramdas and Tibshirani 2023, Theorem 2, for fixed weights).
 
-Peers are chosen by the scores, which no theorem covers. A rank test (Mann–Whitney, by its normal limit) says
-whether the own scores are larger than a peer's, which would make sets too small (p < `TOO_SMALL`), or smaller,
-which would make them too large (p < `TOO_LARGE`); such a peer lends nothing. mB is at most `MOST` times n, so that
-own rows are never drowned. What that covers is measured, in docs/conformal.md.
+Peers are chosen by the scores, which no theorem covers. A rank test (Mann–Whitney, by its normal
+limit) says whether the own scores are larger than a peer's, which would make sets too small (p <
+`TOO_SMALL`), or smaller, which would make them too large (p < `TOO_LARGE`); such a peer lends
+nothing. mB is at most `MOST` times n, so that own rows are never drowned. What that covers is
+measured, in docs/conformal.md.
 """
 
 import math
@@ -68,33 +72,49 @@ class Calibration:
 
     def lenders(self) -> tuple[str, ...]:
         """Return the peers whose scores are not told apart from the own ones."""
-        return tuple(name for name, lent in self.peers.items() if len(lent) and len(self.own) and self._alike(lent))
+        return tuple(
+            name
+            for name, lent in self.peers.items()
+            if len(lent) and len(self.own) and self._alike(lent)
+        )
 
     def _alike(self, lent: Scores) -> bool:
         n, m, ordered = len(self.own), len(lent), np.sort(np.asarray(lent, float))
-        below = sum(np.searchsorted(ordered, self.own, side) for side in ("left", "right")) / (2 * m)
+        below = sum(np.searchsorted(ordered, self.own, side) for side in ("left", "right")) / (
+            2 * m
+        )
         z = (float(np.mean(below)) - 0.5) / math.sqrt((n + m + 1) / (12 * n * m))
         return bool(ndtr(-z) >= TOO_SMALL and ndtr(z) >= TOO_LARGE)
 
     def threshold(self, coverage: float) -> Threshold:
         """Return the threshold of a coverage c, by own scores and those of the peers that are alike."""
         coverage, n, names = COVERAGE("coverage", coverage), len(self.own), self.lenders()
-        lent = np.concatenate([np.asarray(self.peers[name], float) for name in names]) if names else np.empty(0)
+        lent = (
+            np.concatenate([np.asarray(self.peers[name], float) for name in names])
+            if names
+            else np.empty(0)
+        )
         each = min(1.0, MOST * n / len(lent)) if len(lent) else 0.0
         scores = np.concatenate([np.asarray(self.own, float), lent])
         weights = np.concatenate([np.ones(n), np.full(len(lent), each)])
         order = np.argsort(scores)
         enough = np.cumsum(weights[order]) >= coverage * (weights.sum() + 1) * (1 - 1e-12)
-        return Threshold(float(scores[order][enough.argmax()]) if enough.any() else float("inf"), names)
+        return Threshold(
+            float(scores[order][enough.argmax()]) if enough.any() else float("inf"), names
+        )
 
 
 def scores(outputs: Array, targets: Array) -> Array:
-    """Return each row's score: |y − ŷ| where outputs are numbers, 1 − p_y where they are rows of probabilities.
+    """Return each row's score.
+
+    |y − ŷ| where outputs are numbers, 1 − p_y where they are rows of probabilities.
 
     Example:
         >>> scores(np.array([[0.7, 0.3], [0.2, 0.8]]), np.array([0, 0])).round(1).tolist()
         [0.3, 0.8]
     """
     if outputs.ndim == 2 and outputs.shape[1] > 1:
-        return np.asarray(1 - np.take_along_axis(outputs, targets.astype(int).reshape(-1, 1), 1)[:, 0])
+        return np.asarray(
+            1 - np.take_along_axis(outputs, targets.astype(int).reshape(-1, 1), 1)[:, 0]
+        )
     return np.abs(targets.reshape(-1) - outputs.reshape(-1))

@@ -13,7 +13,17 @@ from coterie.evaluation.losses import as_loss, known_per_example, on_device
 from coterie.evaluation.metrics import Metric, metrics_of
 from coterie.users.examples import Examples
 from coterie.users.sampling import seeded
-from coterie.users.trees import Tree, called, each_row, form, has_rows, joined, mapped, n_rows, split
+from coterie.users.trees import (
+    Tree,
+    called,
+    each_row,
+    form,
+    has_rows,
+    joined,
+    mapped,
+    n_rows,
+    split,
+)
 from coterie.users.user import Loss
 
 
@@ -27,14 +37,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of a model, in evaluation mode, on a set of examples.
 
-    Transforms and models that draw random numbers draw the same ones every time. Metrics get what the model gives.
-    Where that has not one row an example, loss and metrics are means over chunks, by their numbers of examples.
+    Transforms and models that draw random numbers draw the same ones every time. Metrics get what
+    the model gives. Where that has not one row an example, loss and metrics are means over chunks,
+    by their numbers of examples.
 
     Args:
         model: the model; its mode is restored afterwards.
         loss: the mean loss of a batch from (output, target).
         examples: the set.
-        metrics: by name, computed over the whole set; when None the usual one for the loss, such as accuracy.
+        metrics: by name, computed over the whole set; when None the usual one for the loss, such as
+            accuracy.
         chunk: how many examples go through the model at a time.
 
     Example:
@@ -47,15 +59,23 @@ def evaluate(
     """
     device = next(model.parameters()).device
     loss = on_device(as_loss(loss), device)
-    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):  # a loss may draw, too
+    # a loss may draw, too
+    with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         parts = outputs_on(model, examples, chunk)
         if (whole := whole_of(parts)) is not None:
             return scores(*whole, loss, metrics)
-        by_chunk = [(scores(output, targets, loss, metrics), n / len(examples)) for output, targets, n in parts]
-        return {name: sum(each[name] * share for each, share in by_chunk) for name in by_chunk[0][0]}
+        by_chunk = [
+            (scores(output, targets, loss, metrics), n / len(examples))
+            for output, targets, n in parts
+        ]
+        return {
+            name: sum(each[name] * share for each, share in by_chunk) for name in by_chunk[0][0]
+        }
 
 
-def outputs_on(model: nn.Module, examples: Examples, chunk: int = 1024) -> list[tuple[Any, Tree, int]]:
+def outputs_on(
+    model: nn.Module, examples: Examples, chunk: int = 1024
+) -> list[tuple[Any, Tree, int]]:
     """Return outputs of a model in evaluation mode, targets and numbers of examples, of a set chunk by chunk."""
     device = next(model.parameters()).device
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
@@ -90,7 +110,9 @@ def scores(
     return values
 
 
-def example_losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024) -> Tensor:
+def example_losses(
+    model: nn.Module, loss: Loss, examples: Examples, *, chunk: int = 1024
+) -> Tensor:
     """Return the loss of each example, as if it were a batch of its own, with the model in evaluation mode.
 
     It is 0 where there is nothing to learn from, all targets of an example being ignored.
@@ -103,7 +125,10 @@ def example_losses(model: nn.Module, loss: Loss, examples: Examples, *, chunk: i
 
 
 def _losses(model: nn.Module, loss: Loss, inputs: Tree, targets: Tree) -> Tensor:
-    """Return the loss of each of these examples: mapped over the outputs where possible, else one by one."""
+    """Return the loss of each of these examples.
+
+    Mapped over the outputs where possible, else one by one.
+    """
     n = n_rows(inputs)
     known = known_per_example(loss)
 
@@ -145,7 +170,9 @@ def example_errors(model: nn.Module, examples: Examples, scale: float = 1.0) -> 
 
 
 def errors_of(outputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the error of each example: 1 for a wrong class, 0 for the right one, or the squared error of numbers.
+    """Return the error of each example.
+
+    1 for a wrong class, 0 for the right one, or the squared error of numbers.
 
     Differences of numbers are multiplied by `scale`, the size of one unit of the target.
     """

@@ -22,12 +22,16 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class PerExample:
-    """A loss that is a mean over examples, by the loss of each: users' batches can then share a pass.
+    """A loss that is a mean over examples, by the loss of each.
+
+    Users' batches can then share a pass.
 
     Args:
-        each: a function of (output, targets) that returns the loss of each example, of shape (n,) or (n, …).
-        weights: what each of those counts in the mean, a function of the targets; all the same when None. The loss
-            of a batch is the sum of what `each` returns over the sum of these, so that `each` has the weight in it.
+        each: a function of (output, targets) that returns the loss of each example, of shape (n,)
+            or (n, …).
+        weights: what each of those counts in the mean, a function of the targets; all the same when
+            None. The loss of a batch is the sum of what `each` returns over the sum of these, so
+            that `each` has the weight in it.
 
     Example:
         >>> each = lambda output, targets: (output - targets["value"]).square() * targets["weight"]
@@ -38,10 +42,14 @@ class PerExample:
 
     each: Each
     weights: Callable[[Any], Tensor] | None = None
-    of_torch: bool = field(default=False, repr=False)  # several models' outputs may be passed as one's
+    # several models' outputs may be passed as one's
+    of_torch: bool = field(default=False, repr=False)
 
     def __call__(self, output: Any, targets: Tree) -> Tensor:
-        """Return the mean loss of a batch; not a number where nothing counts in it, with a gradient of zero."""
+        """Return the mean loss of a batch.
+
+        Not a number where nothing counts in it, with a gradient of zero.
+        """
         sums, counts = self.parts(output, targets)
         if counts is None:
             return sums.mean()
@@ -49,7 +57,10 @@ class PerExample:
         return torch.where(total == 0, torch.nan, sums.sum() / _or_one(total))
 
     def parts(self, output: Any, targets: Tree) -> tuple[Tensor, Tensor | None]:
-        """Return for each example the loss that it adds, and what it counts; None where all count the same."""
+        """Return for each example the loss that it adds, and what it counts.
+
+        None where all count the same.
+        """
         losses = self.each(output, targets)
         if not isinstance(losses, Tensor) or not losses.ndim:
             raise ModelError("a loss per example must return one number for each, got one for all")
@@ -88,11 +99,17 @@ def per_example(
         >>> loss(torch.tensor([1.0, 3.0]), torch.zeros(2))
         tensor(2.)
     """
-    return functools.partial(PerExample, weights=weights) if each is None else PerExample(each, weights)
+    return (
+        functools.partial(PerExample, weights=weights)
+        if each is None
+        else PerExample(each, weights)
+    )
 
 
 def model_loss(output: Any, targets: Tree = None) -> Tensor:  # a loss takes both
-    """Return the loss that a model computes itself: `output.loss`, as models of `transformers` do given `labels`.
+    """Return the loss that a model computes itself.
+
+    `output.loss`, as models of `transformers` do given `labels`.
 
     Example:
         >>> model_loss({"loss": torch.tensor(2.0)})
@@ -100,12 +117,17 @@ def model_loss(output: Any, targets: Tree = None) -> Tensor:  # a loss takes bot
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
-        raise ModelError("the model's output has no `loss`; give the model what it computes it from, as `labels`")
+        raise ModelError(
+            "the model's output has no `loss`; give the model what it computes it from, as `labels`"
+        )
     return cast("Tensor", loss)
 
 
 def as_loss(loss: Loss) -> Loss:
-    """Return a loss of one number a batch: one of `reduction="none"` is the mean over its examples."""
+    """Return a loss of one number a batch.
+
+    One of `reduction="none"` is the mean over its examples.
+    """
     if not isinstance(loss, nn.Module) or getattr(loss, "reduction", None) != "none":
         return loss
     over_targets = type(loss) in _OVER_TARGETS
@@ -114,7 +136,9 @@ def as_loss(loss: Loss) -> Loss:
 
 
 def on_device(loss: Loss, device: torch.device) -> Loss:
-    """Return a loss with its tensors, such as weights of classes, on a device; itself where they are there.
+    """Return a loss with its tensors, such as weights of classes, on a device.
+
+    Itself where they are there.
 
     Example:
         >>> on_device(nn.CrossEntropyLoss(weight=torch.ones(2)), torch.device("meta")).weight.device
@@ -143,7 +167,9 @@ def is_squared(loss: Loss) -> bool:
 
 
 def is_log_likelihood(loss: Loss) -> bool:
-    """Say whether a loss is torch's −log of the probability of what was true: of a class, or of yes and no.
+    """Say whether a loss is torch's −log of the probability of what was true.
+
+    Of a class, or of yes and no.
 
     Example:
         >>> is_log_likelihood(nn.BCEWithLogitsLoss()), is_log_likelihood(nn.functional.l1_loss)
@@ -157,14 +183,16 @@ def is_log_likelihood(loss: Loss) -> bool:
 
 def ignored_class(loss: Loss) -> int:
     """Return the class that a loss ignores."""
-    return int(getattr(loss.each if isinstance(loss, PerExample) else loss, "ignore_index", IGNORED))
+    return int(
+        getattr(loss.each if isinstance(loss, PerExample) else loss, "ignore_index", IGNORED)
+    )
 
 
 def known_per_example(loss: Loss) -> PerExample | None:
     """Return a loss by example, where it is declared so or is a mean of torch; None for any other.
 
-    The class of the loss decides. A test on one batch would not do: in the next, a target may be ignored or a class
-    may have another weight.
+    The class of the loss decides. A test on one batch would not do: in the next, a target may be
+    ignored or a class may have another weight.
     """
     if isinstance(loss, PerExample):
         return loss
@@ -175,7 +203,9 @@ def known_per_example(loss: Loss) -> PerExample | None:
     if not isinstance(loss, nn.Module):
         plain = functools.partial(cast("Callable[..., Tensor]", loss), reduction="none")
         return PerExample(
-            plain, functools.partial(_counted, None, IGNORED) if over_targets else None, of_torch=True
+            plain,
+            functools.partial(_counted, None, IGNORED) if over_targets else None,
+            of_torch=True,
         )
     if loss.reduction != "mean":
         return None  # a sum
@@ -189,11 +219,18 @@ def known_per_example(loss: Loss) -> PerExample | None:
 
 
 def _counted(weight: Tensor | None, ignored: int, targets: Tensor) -> Tensor:
-    """Return what each target counts in torch's mean over classes: its class's weight, 0 where it is ignored."""
+    """Return what each target counts in torch's mean over classes.
+
+    Its class's weight, 0 where it is ignored.
+    """
     if targets.is_floating_point():  # probabilities of classes: torch divides by their number
         return torch.ones_like(targets[:, 0], dtype=torch.long)
     kept = targets != ignored
-    return kept.long() if weight is None else torch.where(kept, weight.to(targets.device)[targets * kept], 0.0)
+    return (
+        kept.long()
+        if weight is None
+        else torch.where(kept, weight.to(targets.device)[targets * kept], 0.0)
+    )
 
 
 def _or_one(counts: Tensor) -> Tensor:
@@ -208,9 +245,19 @@ def simplest(loss: PerExample, targets: Sequence[Tree]) -> PerExample:
     return replace(loss, weights=None) if plain else loss
 
 
-_OVER_TARGETS = (nn.functional.cross_entropy, nn.functional.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+_OVER_TARGETS = (
+    nn.functional.cross_entropy,
+    nn.functional.nll_loss,
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+)
 _OVER_ELEMENTS = (
-    *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
+    *(
+        nn.functional.mse_loss,
+        nn.functional.l1_loss,
+        nn.functional.smooth_l1_loss,
+        nn.functional.huber_loss,
+    ),
     *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
 )

@@ -41,7 +41,9 @@ def as_metric_of(
 
 
 def kind_of(metric: Metric) -> str | None:
-    """Return what targets a metric is for, "classification" or "regression"; None where it does not say.
+    """Return what targets a metric is for, "classification" or "regression".
+
+    None where it does not say.
 
     Example:
         >>> kind_of(accuracy), kind_of(rmse), kind_of(lambda outputs, targets: 0.0)
@@ -51,7 +53,9 @@ def kind_of(metric: Metric) -> str | None:
 
 
 def less_is_better(name: str, metric: Metric | None = None) -> bool:
-    """Say whether a smaller value is better: of the loss, and of a metric whose attribute `less_is_better` is True.
+    """Say whether a smaller value is better.
+
+    Of the loss, and of a metric whose attribute `less_is_better` is True.
 
     The attribute is looked for at the function, and at the one that is registered by this name.
 
@@ -68,15 +72,17 @@ def less_is_better(name: str, metric: Metric | None = None) -> bool:
 def accuracy(outputs: Any, targets: Tensor, weights: Tensor | None = None) -> float:
     """Return the share of examples whose largest output is the target's class, of those that are not ignored.
 
-    The outputs of the classes are in the second dimension or in the last. Of an output that is not a tensor, its
-    `logits` count.
+    The outputs of the classes are in the second dimension or in the last. Of an output that is not
+    a tensor, its `logits` count.
     """
     return _accuracy(outputs, targets, IGNORED, weights)
 
 
 def _accuracy(outputs: Any, targets: Tensor, ignored: int, weights: Tensor | None = None) -> float:
     outputs = outputs if isinstance(outputs, Tensor) else outputs.logits
-    if targets.is_floating_point() and targets.shape == outputs.shape:  # probabilities of the classes
+    if (
+        targets.is_floating_point() and targets.shape == outputs.shape
+    ):  # probabilities of the classes
         targets = targets.argmax(1)
     largest = outputs.argmax(1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else -1)
     right = (largest == targets).double()
@@ -109,7 +115,10 @@ def mae(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> floa
 @register_metric("r2")
 @as_metric_of("regression")
 def r2(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
-    """Return the share of the targets' variance that is explained; below 0 where their mean would do better."""
+    """Return the share of the targets' variance that is explained.
+
+    Below 0 where their mean would do better.
+    """
     truth = targets.double()
     spread = _mean((truth - _mean(truth, weights)).square(), weights)
     return 1 - _mean((outputs.double() - truth).square(), weights) / spread if spread else math.nan
@@ -139,12 +148,19 @@ def metrics_for(loss: Loss) -> dict[str, Metric]:
 
 
 def metrics_of(loss: Loss, outputs: Any, targets: Any) -> dict[str, Metric]:
-    """Return the usual metrics; for a loss that torch does not have, accuracy where the targets are classes."""
+    """Return the usual metrics.
+
+    For a loss that torch does not have, accuracy where the targets are classes.
+    """
     usual = metrics_for(loss)
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if usual or not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
         return usual
-    whole = not targets.is_floating_point() and targets.dtype != torch.bool and logits.ndim == targets.ndim + 1
+    whole = (
+        not targets.is_floating_point()
+        and targets.dtype != torch.bool
+        and logits.ndim == targets.ndim + 1
+    )
     fits = targets.shape in (logits.shape[:1] + logits.shape[2:], logits.shape[:-1])
     return {"accuracy": accuracy} if whole and fits else {}
 
@@ -153,7 +169,9 @@ Numbers: TypeAlias = NDArray[np.float64]
 
 
 def area_under_roc(scores: Any, positive: Any, weights: Any = None) -> float:
-    """Return the share of pairs of a positive and a negative row whose scores are in this order; ties count half.
+    """Return the share of pairs of a positive and a negative row whose scores are in this order.
+
+    Ties count half.
 
     Not a number where there are no such pairs.
 
@@ -164,7 +182,8 @@ def area_under_roc(scores: Any, positive: Any, weights: Any = None) -> float:
     w = _weights(weights, len(scores))
     _, places = np.unique(np.asarray(scores, dtype=float), return_inverse=True)
     good, bad = (
-        np.bincount(places, weights=w * which) for which in (np.asarray(positive), 1 - np.asarray(positive))
+        np.bincount(places, weights=w * which)
+        for which in (np.asarray(positive), 1 - np.asarray(positive))
     )
     pairs = good.sum() * bad.sum()
     below = np.cumsum(bad) - bad
@@ -200,13 +219,19 @@ def confusion(predicted: Any, truth: Any, n_classes: int, weights: Any = None) -
 
 
 def sensitivities(matrix: Numbers) -> Numbers:
-    """Return of each class the share of its rows that are told to be of it; not a number where it has none."""
+    """Return of each class the share of its rows that are told to be of it.
+
+    Not a number where it has none.
+    """
     with np.errstate(invalid="ignore"):
         return np.asarray(np.diag(matrix) / matrix.sum(1))
 
 
 class Bin(NamedTuple):
-    """Rows of like probability: how many, the probability that was told, and the share that came true."""
+    """Rows of like probability.
+
+    How many, the probability that was told, and the share that came true.
+    """
 
     rows: int
     told: float
@@ -232,14 +257,19 @@ def calibration(probabilities: Any, positive: Any, bins: int = 5, weights: Any =
         if total:
             variance = (w[inside] ** 2 * told[inside] * (1 - told[inside])).sum() / total**2
             means = (w[inside] @ told[inside] / total, w[inside] @ truth[inside] / total)
-            filled.append(Bin(int(inside.sum()), float(means[0]), float(means[1]), float(np.sqrt(variance))))
+            filled.append(
+                Bin(int(inside.sum()), float(means[0]), float(means[1]), float(np.sqrt(variance)))
+            )
     return filled
 
 
 @register_metric("auc")
 @as_metric_of("classification")
 def auc(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
-    """Return the area under the ROC curve; with more than two classes the mean of each against the rest."""
+    """Return the area under the ROC curve.
+
+    With more than two classes the mean of each against the rest.
+    """
     probabilities, truth = probabilities_of(outputs), targets.cpu().numpy()
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     areas = [area_under_roc(probabilities[:, k], truth == k, _numpy(weights)) for k in classes]
@@ -259,7 +289,10 @@ def balanced_accuracy(outputs: Tensor, targets: Tensor, weights: Tensor | None =
 @register_metric("brier")
 @as_metric_of("classification", less_is_better=True)
 def brier(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
-    """Return the mean squared error of the classes' probabilities, summed over them; of two classes, of one."""
+    """Return the mean squared error of the classes' probabilities, summed over them.
+
+    Of two classes, of one.
+    """
     probabilities = probabilities_of(outputs)
     errors = (probabilities - np.eye(probabilities.shape[1])[targets.cpu().numpy()]) ** 2
     each = errors.sum(1) / (2 if probabilities.shape[1] == 2 else 1)

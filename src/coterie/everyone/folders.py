@@ -14,7 +14,9 @@ MAX_LETTERS = 60
 
 
 def folder_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the name of each user's folder: its own, with "_" for what may not stand in one; all different.
+    """Return the name of each user's folder.
+
+    Its own, with "_" for what may not stand in one; all different.
 
     Names that Windows keeps for itself get another, so that a folder can be carried anywhere.
 
@@ -32,7 +34,8 @@ def folder_names(names: Sequence[str]) -> dict[str, str]:
         plain = f"{plain[:-1]}_" if plain.endswith(".") else plain
         plain = f"_{plain}" if _RESERVED.fullmatch(plain) else plain
         wanted, number = plain, 1
-        while wanted.casefold() in taken or wanted.casefold() in _OTHERS:  # some systems ignore case
+        # some systems ignore case
+        while wanted.casefold() in taken or wanted.casefold() in _OTHERS:
             number += 1
             wanted = f"{plain}-{number}"
         taken.add(wanted.casefold())
@@ -50,8 +53,8 @@ _OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html", "everyone.json
 def align(folders: Sequence[Path]) -> None:
     """Delete checkpoints that are newer than the step that most runs can go on from.
 
-    A kill while checkpoints are written leaves some runs a checkpoint ahead of others. Each keeps two, so that the
-    one before is there; the start is, too, while a run has fewer.
+    A kill while checkpoints are written leaves some runs a checkpoint ahead of others. Each keeps
+    two, so that the one before is there; the start is, too, while a run has fewer.
     """
     held = {folder: _steps(folder) for folder in folders}
     counts = Counter(step for steps in held.values() for step in steps)
@@ -69,4 +72,6 @@ def align(folders: Sequence[Path]) -> None:
 def _steps(folder: Path) -> set[int]:
     """Return the steps from which a run can go on."""
     saved = checkpoint.saved(folder / "checkpoints")
-    return {checkpoint.step_of(path) for path in saved} | ({0} if len(saved) < checkpoint.KEPT else set())
+    return {checkpoint.step_of(path) for path in saved} | (
+        {0} if len(saved) < checkpoint.KEPT else set()
+    )

@@ -27,11 +27,19 @@ class Gain:
 
     name: str
     verdict: Verdict
-    measures: Mapping[str, Difference]  # the chosen metric and the loss; no difference where Alone is served
+    # the chosen metric and the loss; no difference where Alone is served
+    measures: Mapping[str, Difference]
 
     def told(self) -> dict[str, str]:
-        """Return the differences with their standard errors; nothing where the model trained alone is served."""
-        return {} if self.verdict.finding == "alone" else {k: difference(one) for k, one in self.measures.items()}
+        """Return the differences with their standard errors.
+
+        Nothing where the model trained alone is served.
+        """
+        return (
+            {}
+            if self.verdict.finding == "alone"
+            else {k: difference(one) for k, one in self.measures.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,9 @@ class Overall:
     def __str__(self) -> str:
         (name, value), (other, alone) = self.worst, self.worst_alone
         return (
-            f"{self.measure} against alone: {with_error(self.mean, self.error)} in the mean of {self.users} users "
-            f"(one standard error); the worst-off is {name} with {value:.4g}, alone it would be {other} with "
-            f"{alone:.4g}"
+            f"{self.measure} against alone: {with_error(self.mean, self.error)} in the mean of"
+            f" {self.users} users (one standard error); the worst-off is {name} with {value:.4g},"
+            f" alone it would be {other} with {alone:.4g}"
         )
 
 
@@ -63,7 +71,9 @@ def gain_of(name: str, run: Run) -> Gain:
     measures = end.test or end.validation
     metric = [key for key in measures if key != "loss"][:1]
     same = {
-        key: Difference(ours=measures[key], alone=measures[key], error=0.0, less_is_better=less_is_better(key))
+        key: Difference(
+            ours=measures[key], alone=measures[key], error=0.0, less_is_better=less_is_better(key)
+        )
         for key in [*metric, "loss"]
         if key in measures
     }
@@ -86,8 +96,12 @@ def overall(gains: Sequence[Gain]) -> list[Overall]:
                 users=len(each),
                 mean=sum(one.difference for one in each.values()) / len(each),
                 error=math.sqrt(sum(one.error**2 for one in each.values())) / len(each),
-                worst=worst(((name, one.ours) for name, one in each.items()), key=lambda pair: pair[1]),
-                worst_alone=worst(((name, one.alone) for name, one in each.items()), key=lambda pair: pair[1]),
+                worst=worst(
+                    ((name, one.ours) for name, one in each.items()), key=lambda pair: pair[1]
+                ),
+                worst_alone=worst(
+                    ((name, one.alone) for name, one in each.items()), key=lambda pair: pair[1]
+                ),
             )
         )
     return totals
@@ -101,8 +115,14 @@ def counted(gains: Sequence[Gain]) -> str:
 
 
 def by_chance(gains: Sequence[Gain]) -> str:
-    """Say how many clear differences chance may make of several comparisons; "" where there are none."""
+    """Say how many clear differences chance may make of several comparisons.
+
+    "" where there are none.
+    """
     made = sum(gain.verdict.comparison is not None for gain in gains)
     if made < 2:
         return ""
-    return f"By chance alone about {made * LEVEL:.2g} of {made} comparisons would show a clear difference."
+    return (
+        f"By chance alone about {made * LEVEL:.2g} of {made} comparisons would show a clear"
+        " difference."
+    )

@@ -1,4 +1,7 @@
-"""A user who comes later: whose model it begins from, and its run, in which the others only give gradients."""
+"""A user who comes later.
+
+Whose model it begins from, and its run, in which the others only give gradients.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,11 +27,14 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
     """Return the runs with one for a newcomer; see `Runs.join`."""
     USER("user", user)
     if not runs.specs:
-        raise DataError("nobody has trained yet whom a newcomer could join; call `train_everyone` first")
+        raise DataError(
+            "nobody has trained yet whom a newcomer could join; call `train_everyone` first"
+        )
     check_names([*(spec.me.name for spec in runs.specs), user.name])
     if user.is_stream:
         raise DataError(
-            f"{user.name!r} is a stream, and examples judge which model a newcomer begins from; give some"
+            f"{user.name!r} is a stream, and examples judge which model a newcomer begins from;"
+            " give some"
         )
     like = runs.specs[0]
     check_alike(like.me, user.examples, f"the newcomer {user.name!r}")
@@ -36,7 +42,10 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
         whose, model = best_start(runs, user, like.loss)
     spec = replace(like, model=model, me=user, peers=[each.me for each in runs.specs])
     if any(each.rule is not like.rule and each.rule != like.rule for each in runs.specs):
-        raise KnobError("everybody has a rule of its own, so that none is the newcomer's; train with one for all")
+        raise KnobError(
+            "everybody has a rule of its own, so that none is the newcomer's; train with one"
+            " for all"
+        )
     spec = spec if steps is None else replace(spec, steps=steps)
     check(spec)
     not_trained = {name: why for name, why in runs.not_trained.items() if name != user.name}
@@ -55,19 +64,26 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
 def best_start(runs: Runs, user: User, loss: Loss) -> tuple[str, nn.Module]:
     """Return whose model a newcomer begins from, and the model.
 
-    Nobody's model has seen its training examples, so that these judge all of them alike. The pooled model is left
-    only for one that is better on them by more than a standard error, paired by example: of many models one looks
-    best by chance.
+    Nobody's model has seen its training examples, so that these judge all of them alike. The pooled
+    model is left only for one that is better on them by more than a standard error, paired by
+    example: of many models one looks best by chance.
     """
-    losses = {name: example_losses(run.model, loss, user.examples) for name, run in runs.runs.items()}
+    losses = {
+        name: example_losses(run.model, loss, user.examples) for name, run in runs.runs.items()
+    }
     losses = {name: each for name, each in losses.items() if bool(each.isfinite().all())}
     best = min(losses, key=lambda name: float(losses[name].mean()), default=None)
     if runs.pooled is None:
         if best is None:
-            raise DataError(f"nobody's model gives a finite loss on the examples of {user.name!r}; look at those")
+            raise DataError(
+                f"nobody's model gives a finite loss on the examples of {user.name!r}; look at"
+                " those"
+            )
         return f"the model of {best}", runs.models[best]
     if best is not None:
         change = losses[best] - example_losses(runs.pooled.model, loss, user.examples)
-        if not torch.isfinite(change).all() or float(change.mean()) < -standard_error(change.tolist()):
+        if not torch.isfinite(change).all() or float(change.mean()) < -standard_error(
+            change.tolist()
+        ):
             return f"the model of {best}", runs.models[best]
     return POOLED, runs.pooled.model

@@ -1,4 +1,7 @@
-"""The page of everyone's runs: who gains, who listens to whom, what it cost; in the look of the page of a run."""
+"""The page of everyone's runs.
+
+Who gains, who listens to whom, what it cost; in the look of the page of a run.
+"""
 
 from collections.abc import Mapping
 from html import escape
@@ -30,8 +33,9 @@ def write_everyone_page(path: Path, all_runs: Runs, pages: Mapping[str, str] | N
         Section(
             "Who listens to whom",
             [
-                "Each row is a user: what each other user has of the weight of its peers, in per cent. A row "
-                f"without numbers is a user who is served the model trained alone{_unweighed(runs)}."
+                "Each row is a user: what each other user has of the weight of its peers, in per"
+                " cent. A row without numbers is a user who is served the model trained"
+                f" alone{_unweighed(runs)}."
             ],
             charts=[heat_map(all_runs.weights)],
         ),
@@ -48,12 +52,19 @@ def _lead(gains: list[Gain], runs: Mapping[str, Run]) -> Lead:
         Tile(
             f"{one.measure}, against alone",
             with_error(one.mean, one.error),
-            f"mean of {one.users} users; worst-off {one.worst[1]:.4g}, alone {one.worst_alone[1]:.4g}",
+            f"mean of {one.users} users; worst-off {one.worst[1]:.4g}, alone"
+            f" {one.worst_alone[1]:.4g}",
         )
         for one in totals
     ]
     seconds = sum(run.record.end.seconds for run in runs.values())
-    tiles.append(Tile("it took", f"{seconds:.3g} s", f"{max(run.step for run in runs.values()):,} steps for each"))
+    tiles.append(
+        Tile(
+            "it took",
+            f"{seconds:.3g} s",
+            f"{max(run.step for run in runs.values()):,} steps for each",
+        )
+    )
     findings = {gain.verdict.finding for gain in gains}
     finding = "better" if "better" in findings and not findings & {"worse", "mixed"} else ""
     return Lead(f"{counted(gains)} {by_chance(gains)}".strip(), finding=finding, tiles=tiles)
@@ -64,11 +75,15 @@ def _gains(gains: list[Gain]) -> Section:
     compared = [gain for gain in gains if gain.verdict.comparison is not None]
     if not compared:
         served = all(gain.verdict.finding == "alone" for gain in gains)
-        why = "The model trained alone is served to everybody" if served else "Nobody has one trained alone beside"
+        why = (
+            "The model trained alone is served to everybody"
+            if served
+            else "Nobody has one trained alone beside"
+        )
         return Section("Who gains", [f"{why}: there is no difference to show."])
     text = [
-        "Differences to a model trained alone, on each user's held-out examples. Lines are two standard errors to "
-        "either side; right of the mark is better."
+        "Differences to a model trained alone, on each user's held-out examples. Lines are two"
+        " standard errors to either side; right of the mark is better."
     ]
     if alone := [gain.name for gain in gains if gain.verdict.finding == "alone"]:
         text.append(f"Served a model trained alone: {', '.join(alone)}.")
@@ -80,12 +95,18 @@ def _gains(gains: list[Gain]) -> Section:
             if key in gain.measures
         ]
         ordered.sort(key=lambda one: -one.value)
-        charts.append(f"<h3>{escape(key)}</h3>" + interval_chart(ordered, f"difference of {key} to training alone"))
+        charts.append(
+            f"<h3>{escape(key)}</h3>"
+            + interval_chart(ordered, f"difference of {key} to training alone")
+        )
     return Section("Who gains", text, charts=charts)
 
 
 def _unweighed(runs: Mapping[str, Run]) -> str:
-    """Say who has a model trained with others, and no weights that could be shown; "" where nobody has."""
+    """Say who has a model trained with others, and no weights that could be shown.
+
+    "" where nobody has.
+    """
     records = {name: run.record for name, run in runs.items()}
     names = [name for name, each in records.items() if not weighs(each.configuration, each.end)]
     return f", or whose rule gave no weights ({', '.join(names)})" if names else ""
@@ -99,12 +120,19 @@ def heat_map(weights: "pd.DataFrame") -> str:
         >>> heat_map(pd.DataFrame([[0.0, 1.0], [0.0, 0.0]], index=["a", "b"], columns=["a", "b"])).count("<td")
         4
     """
-    head = "".join(f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in weights.columns)
+    head = "".join(
+        f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in weights.columns
+    )
     rows = []
     for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True):
-        cells = "".join(_cell(share, other == name) for share, other in zip(row, weights.columns, strict=True))
+        cells = "".join(
+            _cell(share, other == name) for share, other in zip(row, weights.columns, strict=True)
+        )
         rows.append(f'<tr><th scope="row"><span>{escape(str(name))}</span></th>{cells}</tr>')
-    return f'<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+    return (
+        '<div class="scroll"><table'
+        f' class="heat"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+    )
 
 
 def _cell(share: float, own: bool) -> str:
@@ -115,15 +143,28 @@ def _cell(share: float, own: bool) -> str:
 
 
 def _others(all_runs: Runs) -> list[str]:
-    """Return what is to be said beside the verdicts: of the pooled model, and of users who have none."""
-    told = [f"{name} joined later, and began from {whose}." for name, whose in all_runs.began_from.items()]
+    """Return what is to be said beside the verdicts.
+
+    Of the pooled model, and of users who have none.
+    """
+    told = [
+        f"{name} joined later, and began from {whose}."
+        for name, whose in all_runs.began_from.items()
+    ]
     told += [f"{name}: {why}." for name, why in all_runs.not_trained.items()]
     if all_runs.pooled is not None:
         end = all_runs.pooled.record.end
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in (end.test or end.validation).items())
-        of_all = f" On everybody's {'test' if end.test else 'validation'} examples: {numbers}." if numbers else ""
+        numbers = ", ".join(
+            f"{name} {value:.4g}" for name, value in (end.test or end.validation).items()
+        )
+        of_all = (
+            f" On everybody's {'test' if end.test else 'validation'} examples: {numbers}."
+            if numbers
+            else ""
+        )
         told.append(
-            f"The pooled model, for users who are not here, was trained on all training examples alike.{of_all}"
+            "The pooled model, for users who are not here, was trained on all training examples"
+            f" alike.{of_all}"
         )
     return told
 

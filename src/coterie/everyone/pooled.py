@@ -14,7 +14,8 @@ from coterie.users.trees import joined
 def pooled_spec(specs: Sequence[RunSpec]) -> RunSpec | None:
     """Return the run that trains on everybody's examples; None where these are not all in memory.
 
-    Its batches are as large as those of all users together, so that a step costs what a step of one user does.
+    Its batches are as large as those of all users together, so that a step costs what a step of one
+    user does.
     """
     users = [spec.me for spec in specs]
     examples = _joined([user.examples for user in users])

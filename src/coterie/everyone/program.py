@@ -1,4 +1,7 @@
-"""Everybody's questions answered together: one operator over all users, and all validation sets at once."""
+"""Everybody's questions answered together.
+
+One operator over all users, and all validation sets at once.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -22,21 +25,29 @@ from coterie.users.trees import Tree
 class SharedAnswers:
     """The answers to the questions of many learners, from batches that are drawn once for all.
 
-    Runs are prepared, of one model, loss, batch size and seed; their examples are in memory. A user's batch as a
-    peer is the same for all others, and the one that it draws for itself.
+    Runs are prepared, of one model, loss, batch size and seed; their examples are in memory. A
+    user's batch as a peer is the same for all others, and the one that it draws for itself.
     """
 
-    def __init__(self, copies: Copies, specs: Sequence[RunSpec], loops: Mapping[int, TrainingLoop]) -> None:
+    def __init__(
+        self, copies: Copies, specs: Sequence[RunSpec], loops: Mapping[int, TrainingLoop]
+    ) -> None:
         users, size, seed = [spec.me for spec in specs], specs[0].batch_size, specs[0].seed
         pool = ExamplePool(users, copies.parameters.device)
         streams = [pool.stream(user, size, seed) for user in users]
         self._names = [user.name for user in users]
-        self._columns: dict[Learner, tuple[list[int], list[int]]] = {}  # of a learner's parts, and of its peers
+        # of a learner's parts, and of its peers
+        self._columns: dict[Learner, tuple[list[int], list[int]]] = {}
         for place, loop in loops.items():
             for learner in learners_of(loop):
                 parts = [place]
-                if isinstance(learner, AdaptiveLearner):  # part 0 is all examples, as others see this user
-                    folds = [pool.stream(users[place], size, seed, part) for part in learner.points.parts[1:]]
+                if isinstance(
+                    learner, AdaptiveLearner
+                ):  # part 0 is all examples, as others see this user
+                    folds = [
+                        pool.stream(users[place], size, seed, part)
+                        for part in learner.points.parts[1:]
+                    ]
                     parts += range(len(streams), len(streams) + len(folds))
                     streams += folds
                 peers = [self._names.index(name) for name in learner.engine.names]
@@ -47,7 +58,8 @@ class SharedAnswers:
     def ask(self, learners: Sequence[Learner]) -> dict[Learner, Answers | None]:
         """Return the answers of the next step; None to a learner that has to ask by itself.
 
-        That is one that asks each peer by itself, or whose peers' gradients are to be looked at one by one.
+        That is one that asks each peer by itself, or whose peers' gradients are to be looked at one
+        by one.
         """
         asked = {learner: learner.question() for learner in learners}
         if any(question.each for question in asked.values()):
@@ -65,13 +77,18 @@ class SharedAnswers:
         answers: dict[Learner, Answers | None] = {}
         for (learner, question), (mine, loss, finite) in zip(asked.items(), given, strict=True):
             peers = len(question.weights)
-            whole = Answers(mine, question.weights.sum(1), {}, losses=loss[peers:], buffers=mine[peers:, :0])
+            whole = Answers(
+                mine, question.weights.sum(1), {}, losses=loss[peers:], buffers=mine[peers:, :0]
+            )
             answers[learner] = whole if bool(finite[:peers].all()) else None
         return answers
 
     def _joined(self, asked: Mapping[Learner, Question]) -> Tensor:
         """Return the weights of all columns at all points, the same tensor while they stay the same."""
-        of_all = [(question.weights, question.weights._version, tuple(question.own)) for question in asked.values()]
+        of_all = [
+            (question.weights, question.weights._version, tuple(question.own))
+            for question in asked.values()
+        ]
         if self._weights is not None and len(self._weights[0]) == len(of_all):
             pairs = zip(self._weights[0], of_all, strict=True)
             if all(old[0] is new[0] and old[1:] == new[1:] for old, new in pairs):
@@ -81,7 +98,9 @@ class SharedAnswers:
             parts, peers = self._columns[learner]
             row = question.weights.new_zeros(len(question.points), len(self._stacked.streams))
             row[: len(question.weights), peers] = question.weights
-            row[range(len(question.weights), len(row)), [parts[part] for part in question.own]] = 1.0
+            row[range(len(question.weights), len(row)), [parts[part] for part in question.own]] = (
+                1.0
+            )
             rows.append(row)
         self._weights = of_all, torch.cat(rows)
         return self._weights[1]
@@ -92,7 +111,9 @@ class EvaluatedTogether:
 
     def __init__(self, copies: Copies, loops: Mapping[int, TrainingLoop]) -> None:
         self._loops = loops
-        self._rows = [(place, learner) for place, loop in loops.items() for learner in learners_of(loop)]
+        self._rows = [
+            (place, learner) for place, loop in loops.items() for learner in learners_of(loop)
+        ]
         loss, users = copies.passes.per_example, [loops[place].spec.me for place, _ in self._rows]
         self._loss = None if loss is None else cast("PerExample", on_device(loss, HOST))
         self._held_out = HeldOut(copies, users, self._points())

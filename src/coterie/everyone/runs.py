@@ -24,7 +24,8 @@ class Runs:
     runs: Mapping[str, Run]
     pooled: Run | None = None  # on everybody's examples alike, where these are in memory
     not_trained: Mapping[str, str] = field(default_factory=dict)  # who has no run, and why
-    began_from: Mapping[str, str] = field(default_factory=dict)  # of those who joined later, whose model
+    # of those who joined later, whose model
+    began_from: Mapping[str, str] = field(default_factory=dict)
     specs: Sequence[RunSpec] = field(default=(), repr=False)  # what was asked for, of each user
     out: Path | None = field(default=None, repr=False)  # the folder in which everybody has one
 
@@ -41,17 +42,21 @@ class Runs:
 
     @property
     def weights(self) -> "pd.DataFrame":
-        """Who listens to whom: in a user's row each other user's share of the weight that its peers have.
+        """Who listens to whom.
 
-        A row of zeros is a user who is served the model trained alone, or whose rule gave no weights: methods have
-        none.
+        In a user's row each other user's share of the weight that its peers have.
+
+        A row of zeros is a user who is served the model trained alone, or whose rule gave no
+        weights: methods have none.
         """
         import pandas as pd
 
         names = list(self.runs)
         rows = []
         for run in self.runs.values():
-            shares = {peer.name: peer.share for peer in heard(run.record.configuration, run.record.end)}
+            shares = {
+                peer.name: peer.share for peer in heard(run.record.configuration, run.record.end)
+            }
             rows.append([shares.get(name, 0.0) for name in names])
         return pd.DataFrame(rows, index=names, columns=names)
 
@@ -71,19 +76,23 @@ class Runs:
         lines = [counted(gains), *map(str, self.overall)]
         lines += [line for line in (by_chance(gains),) if line]
         lines += [f"{gain.name}: {gain.verdict.sentence}" for gain in gains]
-        lines += [f"{name} joined later and began from {whose}" for name, whose in self.began_from.items()]
+        lines += [
+            f"{name} joined later and began from {whose}" for name, whose in self.began_from.items()
+        ]
         lines += [f"{name}: {why}" for name, why in self.not_trained.items()]
         return "\n".join(lines)
 
     def join(self, user: User, *, steps: int | None = None) -> "Runs":
         """Return the runs with one for a user who comes later; nobody else trains again.
 
-        The newcomer's model begins from the pooled one, or from that of the user whose model suits its training
-        examples best, where that is better by more than a standard error. Then it is trained as everybody was:
-        the others give gradients at its points. Its verdict compares with a model trained alone from there.
+        The newcomer's model begins from the pooled one, or from that of the user whose model suits
+        its training examples best, where that is better by more than a standard error. Then it is
+        trained as everybody was: the others give gradients at its points. Its verdict compares with
+        a model trained alone from there.
 
         Args:
-            user: the newcomer, with examples like everybody's; its validation and test sets are its own.
+            user: the newcomer, with examples like everybody's; its validation and test sets are its
+                own.
             steps: how many steps to take; as many as everybody took when None.
 
         Example:

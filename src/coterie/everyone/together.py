@@ -1,4 +1,7 @@
-"""Everybody's runs taken together: one loop, in which each keeps its own folder, record, guard and end."""
+"""Everybody's runs taken together.
+
+One loop, in which each keeps its own folder, record, guard and end.
+"""
 
 import time
 import warnings
@@ -30,7 +33,9 @@ T = TypeVar("T")
 
 
 def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserCodeError], bool]:
-    """Train everybody's runs, as one program as far as they can be; the others after them, one by one.
+    """Train everybody's runs, as one program as far as they can be.
+
+    The others after them, one by one.
 
     Return the runs by place, errors of the runs' own code, and whether Ctrl-C was pressed.
     """
@@ -54,7 +59,10 @@ def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserC
 
 
 def _members(runs: Sequence[SetUpRun]) -> list[int]:
-    """Return the places of the runs that can be taken together; none where there are fewer than two."""
+    """Return the places of the runs that can be taken together.
+
+    None where there are fewer than two.
+    """
     everybody = {run.spec.me.name for run in runs}
     able = []
     for place, run in enumerate(runs):
@@ -71,10 +79,13 @@ def _why_by_itself(loop: TrainingLoop) -> str | None:
     able = adaptive or (isinstance(learner, RuleLearner) and isinstance(rule, Alone | FormulaRule))
     reasons = {
         f"`{type(rule).__name__}` is not a rule that runs can follow together": not able,
-        "every peer's gradient is needed": isinstance(learner, RuleLearner) and learner.rule.needs_rows,
+        "every peer's gradient is needed": (
+            isinstance(learner, RuleLearner) and learner.rule.needs_rows
+        ),
         "its steps are captured": loop.captured is not None,
-        "it has exchanges of its own (`exchange_every`, `local_steps`)": not adaptive
-        and max(learner.exchange_every, learner.local_steps) > 1,
+        "it has exchanges of its own (`exchange_every`, `local_steps`)": (
+            not adaptive and max(learner.exchange_every, learner.local_steps) > 1
+        ),
     }
     told = next((reason for reason, holds in reasons.items() if holds), None)
     return learner.engine.capabilities.not_stacked or told
@@ -125,7 +136,9 @@ class TogetherLoop:
         """Take one step in every run."""
         if self.shared is None:
             return
-        answers = self.shared.ask([learner for loop in self.going.values() for learner in learners_of(loop)])
+        answers = self.shared.ask(
+            [learner for loop in self.going.values() for learner in learners_of(loop)]
+        )
         taken = self._each(lambda loop: loop.advance(1, answers))
         due = any(loop.due for loop in self.going.values())
         outputs = self.evaluated.outputs() if due and self.evaluated is not None else {}
@@ -166,7 +179,10 @@ class TogetherLoop:
     def _by_itself(self, place: int, run: SetUpRun, interrupted: Callable[[], bool]) -> None:
         """Take the steps of a run that cannot be taken together with others."""
         began = time.monotonic()
-        why = _why_by_itself(run.loop) or "its rule, its peers or its guard are not those of the others"
+        why = (
+            _why_by_itself(run.loop)
+            or "its rule, its peers or its guard are not those of the others"
+        )
         told = f"by itself: {why}"
         try:
             replace(run, configuration=replace(run.configuration, runs=told)).open()

@@ -34,7 +34,8 @@ class EveryoneSpec(RunSettings):
     """Everybody's runs, described. The fields are the arguments of `coterie.train_everyone`."""
 
     model: Annotated[
-        nn.Module, Setting("Any module; everybody starts from its parameters. It is not changed.", MODEL)
+        nn.Module,
+        Setting("Any module; everybody starts from its parameters. It is not changed.", MODEL),
     ]
     loss: Annotated[Loss, Setting("The mean loss of a batch from (output, target).", LOSS)]
     users: Annotated[
@@ -47,7 +48,10 @@ class EveryoneSpec(RunSettings):
     ]
     rule: Annotated[
         Followed | Mapping[str, Followed] | None,
-        Setting("As in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when None."),
+        Setting(
+            "As in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when"
+            " None."
+        ),
     ] = None
 
     def runs(self) -> list[RunSpec]:
@@ -57,16 +61,21 @@ class EveryoneSpec(RunSettings):
             _rules(self.rule, self.users),
             {each.name: getattr(self, each.name) for each in fields(RunSettings)},
         )
-        return [RunSpec(self.model, self.loss, me, (), rules[me.name], **settings) for me in self.users]
+        return [
+            RunSpec(self.model, self.loss, me, (), rules[me.name], **settings) for me in self.users
+        ]
 
 
 @takes_fields_of(EveryoneSpec)
 def train_everyone(spec: EveryoneSpec) -> Runs:
-    """Train a personal model for every user: each is user 0 of a run in which all others are its peers.
+    """Train a personal model for every user.
 
-    Everybody gets what `train` gives it: weights of its own over the others, a guard, and a verdict on its own
-    held-out examples. All start from the same model. Beside theirs there is one on everybody's examples alike, for
-    users who join later. In the folder `out` every user has one of its own, named after it. See docs/everyone.md.
+    Each is user 0 of a run in which all others are its peers.
+
+    Everybody gets what `train` gives it: weights of its own over the others, a guard, and a verdict
+    on its own held-out examples. All start from the same model. Beside theirs there is one on
+    everybody's examples alike, for users who join later. In the folder `out` every user has one of
+    its own, named after it. See docs/everyone.md.
 
     Example:
         >>> import coterie
@@ -83,13 +92,17 @@ def train_everyone(spec: EveryoneSpec) -> Runs:
         ['Basel', 'Bern', 'Chur']
     """
     able, left_out = _able(spec.runs())
-    runs = [replace(run, peers=[user for user in able if user is not run.me]) for run in able.values()]
+    runs = [
+        replace(run, peers=[user for user in able if user is not run.me]) for run in able.values()
+    ]
     out = None if spec.out is None else Path(spec.out)
     with nullcontext() if out is None else claimed(out):
         return _trained(runs, out, left_out)
 
 
-def _rules(rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]) -> dict[str, Followed]:
+def _rules(
+    rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]
+) -> dict[str, Followed]:
     """Return everybody's rule."""
     names = [user.name for user in users]
     if not isinstance(rule, Mapping):
@@ -109,19 +122,26 @@ def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]
         except DataError as error:
             left_out[spec.me.name] = str(error)
     unlike = {me: {other: why for other in able if (why := _unlike(me, other))} for me in able}
-    for user, why in min(unlike.values(), key=len, default={}).items():  # as the one whom most are like sees it
+    for user, why in min(
+        unlike.values(), key=len, default={}
+    ).items():  # as the one whom most are like sees it
         left_out[user.name] = why
         del able[user]
     for name, why in left_out.items():
         warnings.warn(f"the user {name!r} is left out: {why}", stacklevel=3)
     if len(able) < 2:
         told = "".join(f"; {name!r} is left out: {why}" for name, why in left_out.items())
-        raise DataError(f"`users` must be two or more who can learn from each other, got {len(able)}{told}")
+        raise DataError(
+            f"`users` must be two or more who can learn from each other, got {len(able)}{told}"
+        )
     return able, {name: f"left out: {why}" for name, why in left_out.items()}
 
 
 def _unlike(me: User, other: User) -> str | None:
-    """Say why another's examples could not be passed through a user's model; None where they could."""
+    """Say why another's examples could not be passed through a user's model.
+
+    None where they could.
+    """
     try:
         check_alike(me, other.examples, repr(other.name))
     except DataError as error:
@@ -130,7 +150,10 @@ def _unlike(me: User, other: User) -> str | None:
 
 
 def _trained(specs: Sequence[RunSpec], out: Path | None, left_out: Mapping[str, str]) -> Runs:
-    """Train everybody together, at last on everybody's examples; after Ctrl-C others are not begun."""
+    """Train everybody together, at last on everybody's examples.
+
+    After Ctrl-C others are not begun.
+    """
     names = [spec.me.name for spec in specs]
     places = folder_names(names)
     specs = [replace(spec, out=out and out / places[spec.me.name]) for spec in specs]
@@ -148,5 +171,7 @@ def _trained(specs: Sequence[RunSpec], out: Path | None, left_out: Mapping[str, 
     waiting = {name: "not begun, because of Ctrl-C" for name in names if name not in runs}
     result = Runs(runs, pooled, {**left_out, **waiting}, specs=specs, out=out)
     if errors:
-        raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", result) from errors[0].__cause__
+        raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", result) from errors[
+            0
+        ].__cause__
     return result

@@ -11,12 +11,16 @@ SITE_CLASS = "coterie.federation.site_job.Site"
 RELAY_CLASS = "coterie.federation.everyone.relay_job.Relay"
 MEMBER_CLASS = "coterie.federation.everyone.member_job.MemberSite"
 
-# Arrays travel in the message itself: as references, to be fetched one by one, they take several times as long.
+# Arrays travel in the message itself: as references, to be fetched one by one, they take several
+# times as long.
 _INLINE = {"np_download_chunk_size": 0}
 
 
 def server_class(everyone: bool) -> str:
-    """Return the class that the server makes: one that passes messages on where everyone trains, else user 0."""
+    """Return the class that the server makes.
+
+    One that passes messages on where everyone trains, else user 0.
+    """
     return RELAY_CLASS if everyone else LEAD_CLASS
 
 
@@ -29,7 +33,13 @@ def write_job(folder: Path, name: str = "coterie", *, everyone: bool = False) ->
     """Write the job to a folder, and return its path."""
     server: dict[str, Any] = {
         "format_version": 2,
-        "workflows": [{"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server", "props": {}}}],
+        "workflows": [
+            {
+                "id": "controller",
+                "path": CONTROLLER,
+                "args": {"server_obj_id": "_server", "props": {}},
+            }
+        ],
         "components": [{"id": "_server", "path": server_class(everyone), "args": {}}],
         **_INLINE,
     }

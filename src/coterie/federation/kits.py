@@ -118,19 +118,19 @@ examples = {examples}     # no gradient of fewer rows than this
 {rest}"""
 
 PRIVACY = """\
-# [privacy]             # what you promise about every row; take `norm` above away. It needs the extra `privacy`
-# epsilon = 4.0         # over all runs; a request beyond it is refused
-# delta = 1e-5          # less than one over the number of your rows
-# clip = 1.0            # each row's gradient is clipped to this norm
-# noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
-# batch_size = {batch_size:<10} # the only size that is answered for: user 0 cannot choose by what it has seen
-# margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
+# [privacy]             # what you promise about every row; take `norm` above away. It needs the
+# extra `privacy` epsilon = 4.0         # over all runs; a request beyond it is refused delta = 1e-5
+# # less than one over the number of your rows clip = 1.0            # each row's gradient is
+# clipped to this norm noise = 1.0           # in multiples of `clip`; left out: the least with
+# which epsilon lasts for `gradients` above batch_size = {batch_size:<10} # the only size that is
+# answered for: user 0 cannot choose by what it has seen margin = 1            # with [sums] and its
+# keys: sites split the noise, of whom so many others may tell theirs
 """
 
 SUMS = """# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
-# peers = 3             # of at least so many sites
-# share = 0.5           # of which none has more of the weight
-# keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
+# peers = 3             # of at least so many sites share = 0.5           # of which none has more
+# of the weight keys = { }            # other = "its fingerprint", by `coterie federate check`
+# there, told by telephone
 """
 
 KEYS = """# [keys]                # other = "its fingerprint", by `coterie federate check` there, told by telephone
@@ -145,9 +145,9 @@ def set_up(
 ) -> dict[str, str]:
     """Write user 0's folder, with a kit for each site and coterie's wheel, and return the kits' fingerprints.
 
-    The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs. Where everyone
-    trains user 0 has a kit too, which is accepted, and the folder beside it is the server's alone. `columns` are
-    `kind`, `categorical`, `drop` and `ids` of `from_table`.
+    The folder must hold no consortium yet. User 0's table is read to learn how rows become inputs.
+    Where everyone trains user 0 has a kit too, which is accepted, and the folder beside it is the
+    server's alone. `columns` are `kind`, `categorical`, `drop` and `ids` of `from_table`.
     """
     rows = read_table(settings.data.table)
     task = lead_task(rows, settings, **columns)
@@ -155,7 +155,8 @@ def set_up(
     model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
     size = sum(tensor.numel() for tensor in model.state_dict().values())
     kit = _kit(consortium.sites[0], consortium, settings, preparation, size)
-    kits = [replace(kit, site=site) for site in consortium.sites]  # what a run asks is found out once
+    # what a run asks is found out once
+    kits = [replace(kit, site=site) for site in consortium.sites]
     with _whole_or_nothing(folder):
         return _write(folder, consortium, settings, preparation, kits)
 
@@ -213,7 +214,9 @@ def _page(kit: Kit, wheel: str, digest: str) -> str:
     )
 
 
-def _kit(site: str, consortium: Consortium, settings: LeadSettings, preparation: Preparation, size: int) -> Kit:
+def _kit(
+    site: str, consortium: Consortium, settings: LeadSettings, preparation: Preparation, size: int
+) -> Kit:
     return Kit(
         consortium=consortium.name,
         site=site,
@@ -224,7 +227,8 @@ def _kit(site: str, consortium: Consortium, settings: LeadSettings, preparation:
         columns=(*preparation.numeric, *preparation.categorical),
         model=settings.model.name,
         size=size,
-        gradients=planned_gradients(settings) * (len(consortium.sites) - 1 if consortium.everyone else 1),
+        gradients=planned_gradients(settings)
+        * (len(consortium.sites) - 1 if consortium.everyone else 1),
         batch_size=settings.training.batch_size,
         members=consortium.sites if consortium.everyone else (),
         training=_proposed(settings.training) if consortium.everyone else {},
@@ -237,15 +241,21 @@ def _proposed(training: Training) -> dict[str, Any]:
 
 
 def first_caps(kit: Kit) -> Caps:
-    """Return what a site gives at most until it sets otherwise: as many gradients again for each who asks."""
+    """Return what a site gives at most until it sets otherwise.
+
+    As many gradients again for each who asks.
+    """
     return replace(SITE_CAPS, gradients=(SITE_CAPS.gradients or 0) * max(1, len(kit.others)))
 
 
-def accept(folder: Path, fingerprint: str, caps: Caps | None = None, mine: Data | None = None) -> Kit:
+def accept(
+    folder: Path, fingerprint: str, caps: Caps | None = None, mine: Data | None = None
+) -> Kit:
     """Check a kit that has come against the fingerprint that user 0 has told, and write the site's own settings.
 
-    A file that belongs to no kit is refused. Code that user 0 proposes is not taken over: the site names its own.
-    How user 0 proposes to train, where everyone does, is written down for the site to change.
+    A file that belongs to no kit is refused. Code that user 0 proposes is not taken over: the site
+    names its own. How user 0 proposes to train, where everyone does, is written down for the site
+    to change.
 
     Args:
         folder: where the kit is.
@@ -260,7 +270,10 @@ def accept(folder: Path, fingerprint: str, caps: Caps | None = None, mine: Data 
         (folder / name).chmod(0o600)
     path = folder / FILE
     path.touch(mode=0o600)
-    path.write_text(_site_file(kit, manifest.fingerprint(folder), caps or first_caps(kit), mine), encoding="utf-8")
+    path.write_text(
+        _site_file(kit, manifest.fingerprint(folder), caps or first_caps(kit), mine),
+        encoding="utf-8",
+    )
     return kit
 
 
@@ -269,7 +282,8 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
     model = f"name = {quoted(kit.model)}"
     if ":" in kit.model and mine is None:
         model = (
-            f"# {model}   # user 0 proposes this code: take the # away if it is installed here, and yours to run"
+            f"# {model}   # user 0 proposes this code: take the # away if it is installed here, and"
+            " yours to run"
         )
     columns = "\n".join(f"# {quoted(column)} = {quoted(column)}" for column in kit.columns)
     limits = {name: "inf" if limit is None else limit for name, limit in vars(caps).items()}
@@ -277,12 +291,21 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
     names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": ""}
     names |= {"rest": f"{PRIVACY.format(batch_size=kit.batch_size)}\n{SUMS}"}
     if kit.everyone:
-        wanted = f"own_examples = {mine.own_examples}" if mine and mine.own_examples else "# own_examples = 100"
+        wanted = (
+            f"own_examples = {mine.own_examples}"
+            if mine and mine.own_examples
+            else "# own_examples = 100"
+        )
         training = "\n".join(f"{name} = {quoted(value)}" for name, value in kit.training.items())
         names |= {
-            "sites": f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets anything\n",
+            "sites": (
+                f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets"
+                " anything\n"
+            ),
             "own_examples": f"{wanted}   # train on at most so many rows\n",
-            "rest": f"[training]              # how you train a model of your own\n{training}\n\n{KEYS}",
+            "rest": (
+                f"[training]              # how you train a model of your own\n{training}\n\n{KEYS}"
+            ),
         }
     return SITE.format(columns=columns, model=model, **names, **limits)
 
@@ -290,7 +313,9 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
 def accepted(folder: Path, fingerprint: str) -> Kit:
     """Return the kit that a site has accepted, once it is still the same."""
     if not fingerprint:
-        raise KnobError(f"the kit in {folder} is not accepted yet; `coterie federate accept {folder}`")
+        raise KnobError(
+            f"the kit in {folder} is not accepted yet; `coterie federate accept {folder}`"
+        )
     verify(folder, fingerprint)
     return Kit.load(folder)
 
@@ -301,7 +326,9 @@ def _lead_file(settings: LeadSettings) -> str:
         f"sites = {quoted(list(settings.sites))}",
         f"threads = {settings.threads}",
     ]
-    parts = [f"[{name}]\n{_lines(getattr(settings, name))}" for name in ("data", "model", "training")]
+    parts = [
+        f"[{name}]\n{_lines(getattr(settings, name))}" for name in ("data", "model", "training")
+    ]
     return "\n\n".join(["\n".join(top), *parts]) + "\n"
 
 

@@ -33,7 +33,10 @@ from coterie.training.train import train
 
 RUN = "run"
 SECONDS_FOR_THE_LAST_ONE = 60.0
-"""How long to wait for another process that trains here: one whose server was killed may need a moment to end."""
+"""How long to wait for another process that trains here.
+
+One whose server was killed may need a moment to end.
+"""
 NEWS = "news.log"
 """What happened on the way: sites that were dropped or taken back."""
 SUMMARY = "summary.txt"
@@ -43,14 +46,18 @@ REFUSED = "refused.txt"
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
 REMEDY = (
-    f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other [caps] or [sums]"
+    f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other"
+    " [caps] or [sums]"
 )
 POINTS_A_STEP = 5
 """At how many points a rule that finds its weights asks sites in one step, at most."""
 
 
 def lead(folder: Path, sites: Sites) -> None:
-    """Train, or go on training, with the settings in user 0's folder; all results go to `run` in it."""
+    """Train, or go on training, with the settings in user 0's folder.
+
+    All results go to `run` in it.
+    """
     settings, out = lead_settings(folder), folder / RUN
     torch.set_num_threads(settings.threads)
     with at_work(out):
@@ -74,12 +81,21 @@ def at_work(out: Path) -> Iterator[None]:
         yield
 
 
-def train_here(settings: LeadSettings, sites: Sites, out: Path, held: Participant, task: TableTask | None) -> None:
+def train_here(
+    settings: LeadSettings, sites: Sites, out: Path, held: Participant, task: TableTask | None
+) -> None:
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
     rule, knobs = rule_of(settings), settings.training
     engine = _engine_of(settings, sites)
-    options: dict[str, Any] = {each.name: getattr(knobs, each.name) for each in fields(StepSettings)}
-    options |= {"lr": step_size(rule, knobs.lr), "engine": engine, "resume": True, "progress": False}
+    options: dict[str, Any] = {
+        each.name: getattr(knobs, each.name) for each in fields(StepSettings)
+    }
+    options |= {
+        "lr": step_size(rule, knobs.lr),
+        "engine": engine,
+        "resume": True,
+        "progress": False,
+    }
     if task is not None:
         fitted = fit(task, rule, settings.model.name, out, **options)
         said = "stopped" if fitted is None else fitted.summary()
@@ -102,24 +118,35 @@ def planned_gradients(settings: LeadSettings) -> int:
     """Return how many gradients a run may ask of each site, those that its knobs are chosen by among them."""
     training, rule = settings.training, rule_of(settings)
     if isinstance(rule, Method):
-        asked = gradients_asked(rule, settings.me, settings.sites, rounds=training.steps, seed=training.seed)
+        asked = gradients_asked(
+            rule, settings.me, settings.sites, rounds=training.steps, seed=training.seed
+        )
         return max(1, *asked.values())  # a method of user 0 alone asks nobody
     exchanges, points = math.ceil(training.steps / training.exchange_every), 1
     if isinstance(rule, MakesLearner):
-        exchanges, points = Schedule.of(training.steps).exchanges(training.exchange_every), POINTS_A_STEP
+        exchanges, points = (
+            Schedule.of(training.steps).exchanges(training.exchange_every),
+            POINTS_A_STEP,
+        )
     chooser = chooser_for(rule)
     before = chooser.gradients_before(training.steps) if isinstance(chooser, TellsGradients) else 0
     return before + exchanges * training.local_steps * points
 
 
 def check_plan(settings: LeadSettings, sites: Sites) -> None:
-    """Refuse a run that a site would not answer to its end, before its first step; what is silent is not asked."""
+    """Refuse a run that a site would not answer to its end, before its first step.
+
+    What is silent is not asked.
+    """
     if problems := problems_with(settings, sites):
         raise KnobError(f"{'; '.join(problems)}. {REMEDY}")
 
 
 def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list[str]:
-    """Return why sites would not answer a run to its end, by what they say themselves; `askers` ask as much."""
+    """Return why sites would not answer a run to its end, by what they say themselves.
+
+    `askers` ask as much.
+    """
     wanted, size = askers * planned_gradients(settings), settings.training.batch_size
     plan = {"batch_size": size, "gradients": wanted}
     replies = sites.ask(settings.sites, "ready", settings.training.timeout, **plan).wait()
@@ -127,17 +154,23 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
     whose = "this run" if askers == 1 else f"{askers} sites"
     for name in settings.sites:
         terms = reply if isinstance(reply := replies.get(name), dict) else {}
-        left, least, only, sums_of = (terms.get(key) for key in ("left", "examples", "batch_size", "sums_of"))
+        left, least, only, sums_of = (
+            terms.get(key) for key in ("left", "examples", "batch_size", "sums_of")
+        )
         promised = terms.get("promises")
         if isinstance(promised, str):
             said = "%s promises %s; a run with it does not have the same bits again"
             logging.getLogger(__name__).warning(said, name, printable(promised))
         if isinstance(only, int) and only != size:
-            problems.append(f"{name} gives gradients of batches of {only} only, and `batch_size` is {size}")
+            problems.append(
+                f"{name} gives gradients of batches of {only} only, and `batch_size` is {size}"
+            )
         elif isinstance(left, int) and left < wanted:
             problems.append(f"{name} gives {left} more gradients, and {whose} may ask for {wanted}")
         if isinstance(least, int) and least > size:
-            problems.append(f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}")
+            problems.append(
+                f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}"
+            )
         elif terms.get("size") == 0:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and has fewer")
         if isinstance(sums_of, int) and not settings.training.secure_sums:
@@ -149,14 +182,18 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
 
 
 def rule_of(settings: LeadSettings) -> Followed:
-    """Return the rule or method that the settings name; what sites hold is theirs to tell: no knob depends on it.
+    """Return the rule or method that the settings name.
+
+    What sites hold is theirs to tell: no knob depends on it.
 
     A knob that is "auto" is chosen by gradients, which sites give.
     """
     training = settings.training
     knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
     chosen = {name: value for name, value in knobs.items() if value is not None}
-    peers = settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
+    peers = (
+        settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
+    )
     facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Followed = build(training.rule, chosen, facts)
     if isinstance(rule, Method):
@@ -165,15 +202,19 @@ def rule_of(settings: LeadSettings) -> Followed:
     chooser = chooser_for(rule)
     if chooser is not None and not isinstance(chooser, TellsGradients):
         raise KnobError(
-            f"`rule` {training.rule!r} does not say how many gradients it asks of each site before the first step, "
-            "by which sites know whether they give them; let it have `gradients_before`"
+            f"`rule` {training.rule!r} does not say how many gradients it asks of each site before"
+            " the first step, by which sites know whether they give them; let it have"
+            " `gradients_before`"
         )
-    by_rows = isinstance(rule, MakesLearner) or chooser is not None or getattr(rule, "needs_rows", False)
+    by_rows = (
+        isinstance(rule, MakesLearner) or chooser is not None or getattr(rule, "needs_rows", False)
+    )
     if training.secure_sums is True and by_rows:
         why = ' to choose a knob that is "auto"' if chooser is not None else ""
         raise KnobError(
-            f"`rule` {training.rule!r} needs each site's gradient{why}, and `secure_sums` gives their sum alone; "
-            'use "wga" or "bc" with numbers for their knobs, or name groups of sites in `secure_sums`'
+            f"`rule` {training.rule!r} needs each site's gradient{why}, and `secure_sums` gives"
+            ' their sum alone; use "wga" or "bc" with numbers for their knobs, or name groups of'
+            " sites in `secure_sums`"
         )
     return rule
 
@@ -183,12 +224,13 @@ def _check_method(method: Method, settings: LeadSettings) -> None:
     training, name = settings.training, settings.training.rule
     if max(training.exchange_every, training.local_steps) > 1:
         raise KnobError(
-            f"`rule` {name!r} has rounds of its own: leave `exchange_every` and `local_steps` out, and give its "
-            "own knobs, such as `--knob local_steps=5`"
+            f"`rule` {name!r} has rounds of its own: leave `exchange_every` and `local_steps` out,"
+            " and give its own knobs, such as `--knob local_steps=5`"
         )
     if training.secure_sums:
         raise KnobError(
-            f"`rule` {name!r} lets sites take steps of their own, which `secure_sums` does not mask; leave one out"
+            f"`rule` {name!r} lets sites take steps of their own, which `secure_sums` does not"
+            " mask; leave one out"
         )
     try:
         gradients_asked(method, settings.me, settings.sites)
@@ -197,10 +239,19 @@ def _check_method(method: Method, settings: LeadSettings) -> None:
 
 
 def _n_summed_with(name: str, settings: LeadSettings, replies: Mapping[str, Any]) -> int:
-    """Return how many sites count in the masked sums that a site is in: all but who says that it gives more."""
+    """Return how many sites count in the masked sums that a site is in.
+
+    All but who says that it gives more.
+    """
     groups = settings.training.secure_sums
-    here = settings.sites if isinstance(groups, bool) else next((g for g in groups.values() if name in g), ())
-    return sum(not isinstance(terms := replies.get(site), dict) or "sums_of" in terms for site in here)
+    here = (
+        settings.sites
+        if isinstance(groups, bool)
+        else next((g for g in groups.values() if name in g), ())
+    )
+    return sum(
+        not isinstance(terms := replies.get(site), dict) or "sums_of" in terms for site in here
+    )
 
 
 @contextmanager

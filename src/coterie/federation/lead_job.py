@@ -29,15 +29,20 @@ class CollabSites:
     """The sites of this job, asked through NVFLARE's Collab.
 
     Args:
-        relayed: this is a site that asks others through the server. Where one does not answer, it finds out whether
-            the server does: without it nobody can be reached.
+        relayed: this is a site that asks others through the server. Where one does not answer, it
+            finds out whether the server does: without it nobody can be reached.
     """
 
     def __init__(self, *, relayed: bool = False) -> None:
         self.parent, self.relayed = os.getppid(), relayed
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> "CollabReplies":
-        """Send a request to sites and return at once; one that is not in this job does not answer."""
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> "CollabReplies":
+        """Send a request to sites and return at once.
+
+        One that is not in this job does not answer.
+        """
         here = {client.name for client in collab.clients}
         asked = [name for name in names if name in here]
         if not asked:
@@ -52,8 +57,10 @@ class CollabReplies:
 
     def __init__(self, queue: Any, parent: int, patience: float | None = None) -> None:
         self.queue = queue  # Collab's, or None where nobody was asked
-        self.parent = parent  # the process that this one was started by, without which no site can be reached
-        self.patience = patience  # how long to wait for the server's own answer; None where this is the server
+        # the process that this one was started by, without which no site can be reached
+        self.parent = parent
+        # how long to wait for the server's own answer; None where this is the server
+        self.patience = patience
 
     def done(self) -> bool:
         """Say whether every site has answered, failed or run out of time."""

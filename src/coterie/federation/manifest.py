@@ -29,7 +29,9 @@ def check_name(name: object, what: str = "names") -> str:
         'basel-2'
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise KnobError(f"{what} must be letters, digits, - and _, at most 64, got {str(name)[:80]!r}")
+        raise KnobError(
+            f"{what} must be letters, digits, - and _, at most 64, got {str(name)[:80]!r}"
+        )
     return name
 
 
@@ -53,9 +55,11 @@ class Kit:
     columns: tuple[str, ...]
     model: str  # a proposal: code is only run where the site names it itself
     size: int  # how many numbers the model has
-    gradients: int  # how many the planned run asks for, at most; all runs together where everyone trains
+    # how many the planned run asks for, at most; all runs together where everyone trains
+    gradients: int
     batch_size: int
-    members: tuple[str, ...] = ()  # everybody who trains, this site too; nobody where user 0 alone does
+    # everybody who trains, this site too; nobody where user 0 alone does
+    members: tuple[str, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)  # a proposal for how they train
 
     @property
@@ -74,15 +78,23 @@ class Kit:
         check_host(self.server)
         for name in (self.lead, self.target, self.model, *self.columns):
             if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 1000:
-                raise KnobError(f"names must be printable text, at most 1000 characters, got {str(name)[:80]!r}")
+                raise KnobError(
+                    f"names must be printable text, at most 1000 characters, got {str(name)[:80]!r}"
+                )
         for name in ("port", "size", "gradients", "batch_size"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**40:
-                raise KnobError(f"`{name}` must be a positive whole number, got {str(number)[:80]!r}")
+                raise KnobError(
+                    f"`{name}` must be a positive whole number, got {str(number)[:80]!r}"
+                )
         for name in self.members:
             check_name(name)
-        if self.members and (self.site not in self.members or len(set(self.members)) < len(self.members)):
-            raise KnobError(f"`members` must be different names, {self.site!r} too, got {list(self.members)}")
+        if self.members and (
+            self.site not in self.members or len(set(self.members)) < len(self.members)
+        ):
+            raise KnobError(
+                f"`members` must be different names, {self.site!r} too, got {list(self.members)}"
+            )
         training_of(self.training)  # what is no setting, or out of range, is told now
         if self.port >= 2**16:
             raise KnobError(f"`port` must be below 65536, got {self.port}")
@@ -90,9 +102,12 @@ class Kit:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read it from a kit."""
-        later: dict[str, Any] = {"members": [], "training": {}}  # which kits that were made before do not have
+        # which kits that were made before do not have
+        later: dict[str, Any] = {"members": [], "training": {}}
         names = [each.name for each in fields(cls)]
-        content = later | files.read_json(folder / KIT, _REMEDY, [name for name in names if name not in later])
+        content = later | files.read_json(
+            folder / KIT, _REMEDY, [name for name in names if name not in later]
+        )
         if stray := sorted(set(content) - set(names)):
             raise FileError(f"{folder / KIT} has {stray[0]!r}, which is not known here; {_REMEDY}")
         for name in ("columns", "members"):
@@ -105,7 +120,11 @@ class Kit:
 
     def save(self, folder: Path) -> None:
         """Write it to a kit."""
-        lists = {"columns": list(self.columns), "members": list(self.members), "training": dict(self.training)}
+        lists = {
+            "columns": list(self.columns),
+            "members": list(self.members),
+            "training": dict(self.training),
+        }
         files.write_json(folder / KIT, vars(self) | lists)
 
 
@@ -131,18 +150,25 @@ def verify(folder: Path, expected: str, *, alone: bool = False) -> None:
         alone: refuse any other file or folder too, as for a kit that has just come.
     """
     if (actual := fingerprint(folder)) != expected.strip().lower():
-        raise FileError(f"the kit {folder} has the fingerprint {actual}, not {expected[:80]!r}; {_REMEDY}")
+        raise FileError(
+            f"the kit {folder} has the fingerprint {actual}, not {expected[:80]!r}; {_REMEDY}"
+        )
     listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
     if not isinstance(listed, dict) or set(listed) != set(KIT_FILES):
-        raise FileError(f"the manifest of {folder} must list {', '.join(KIT_FILES)} and nothing else; {_REMEDY}")
+        raise FileError(
+            f"the manifest of {folder} must list {', '.join(KIT_FILES)} and nothing else; {_REMEDY}"
+        )
     for name in KIT_FILES:
         if files.sha256(_content(folder, name)) != listed[name]:
             raise FileError(f"{folder / name} is not what the kit's manifest says; {_REMEDY}")
     if alone and (
-        stray := sorted(path.name for path in folder.iterdir() if path.name not in (*KIT_FILES, MANIFEST))
+        stray := sorted(
+            path.name for path in folder.iterdir() if path.name not in (*KIT_FILES, MANIFEST)
+        )
     ):
         raise FileError(
-            f"{folder} holds {stray[0]!r}, which belongs to no kit; move it away if it is yours, else {_REMEDY}"
+            f"{folder} holds {stray[0]!r}, which belongs to no kit; move it away if it is yours,"
+            f" else {_REMEDY}"
         )
 
 

@@ -43,7 +43,10 @@ def peer_of(folder: Path) -> Peer:
 
 
 def peer_with(folder: Path, settings: SiteSettings, held: Participant) -> Peer:
-    """Return a site's peer with the examples and the model that it holds; it gives of training examples only."""
+    """Return a site's peer with the examples and the model that it holds.
+
+    It gives of training examples only.
+    """
     passes, log = Passes(held.model, held.loss), folder / LOG
     return Peer(held.user, passes, settings.caps, log, privacy=settings.privacy)
 
@@ -101,32 +104,40 @@ def _rows(folder: Path, data: Data) -> Any:
     rows = read_table(folder / data.table)
     if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
         raise DataError(
-            f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of {FILE}; it has "
-            f"{few_of(rows.columns)}"
+            f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of"
+            f" {FILE}; it has {few_of(rows.columns)}"
         )
     rows = rows.rename(columns={here: ours for ours, here in data.columns.items()})
     check_names(rows.columns, f"{data.table}, with the names under [data.columns] of {FILE},")
     if data.target not in rows.columns:
         raise DataError(
-            f"{data.table} has no column {data.target!r}, which is `target` in [data] of {FILE}; it has "
-            f"{', '.join(map(str, rows.columns))}. Set `target` as user 0 calls it, and where your table calls it "
+            f"{data.table} has no column {data.target!r}, which is `target` in [data] of {FILE}; it"
+            " has "
+            f"{', '.join(map(str, rows.columns))}. Set `target` as user 0 calls it, and where your"
+            " table calls it "
             f'otherwise, write {data.target} = "your name" under [data.columns]'
         )
     return rows[rows[data.target].notna()]
 
 
 def _known(rows: Any, data: Data, preparation: Preparation) -> Any:
-    """Return the rows of classes that user 0 knew when it made the kits; one of another kind changes no other."""
+    """Return the rows of classes that user 0 knew when it made the kits.
+
+    One of another kind changes no other.
+    """
     if preparation.classes:
-        values, by_text = rows[data.target], {as_category(each): each for each in preparation.classes}
+        values, by_text = (
+            rows[data.target],
+            {as_category(each): each for each in preparation.classes},
+        )
         named = values.map(lambda value: by_text.get(as_category(value), value))
         rows = rows.assign(**{data.target: values.where(values.isin(preparation.classes), named)})
         rows = rows[rows[data.target].isin(preparation.classes)]
     if rows.empty:
         known = ", ".join(map(str, preparation.classes))
         raise DataError(
-            f"no row of {data.table} has a class that user 0 knows, which are {known}; call them in the column "
-            "`target` as user 0 does"
+            f"no row of {data.table} has a class that user 0 knows, which are {known}; call them in"
+            " the column `target` as user 0 does"
         )
     return rows
 
@@ -142,7 +153,9 @@ def _loaded(folder: Path, data: Data, model: Model) -> Participant:
         raise DataError(f"{data.loader} must return a coterie.User, got {type(user).__name__}")
     if model.n_inputs is None or model.n_outputs is None or not model.loss:
         raise KnobError("with a loader, [model] must have `n_inputs`, `n_outputs` and `loss`")
-    return Participant(user, models.build(model.name, model.n_inputs, model.n_outputs), _imported(model.loss))
+    return Participant(
+        user, models.build(model.name, model.n_inputs, model.n_outputs), _imported(model.loss)
+    )
 
 
 def _imported(path: str) -> Any:
@@ -153,4 +166,6 @@ def _imported(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise KnobError(f"{path!r} cannot be found: {error}; put its module on PYTHONPATH") from error
+        raise KnobError(
+            f"{path!r} cannot be found: {error}; put its module on PYTHONPATH"
+        ) from error

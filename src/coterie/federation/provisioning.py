@@ -50,28 +50,41 @@ class Consortium:
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
-            raise KnobError(f"`sites` must be different names, at least one, got {list(self.sites)}")
+            raise KnobError(
+                f"`sites` must be different names, at least one, got {list(self.sites)}"
+            )
         for name in (self.name, *self.sites):
             check_name(name)
         check_host(self.server)
         if self.everyone and len(self.sites) < 2:
-            raise KnobError(f"`sites` must be two or more where everyone trains, got {list(self.sites)}")
+            raise KnobError(
+                f"`sites` must be two or more where everyone trains, got {list(self.sites)}"
+            )
         if self.server in self.sites:
             raise KnobError(f"`server` must not be the name of a site, got {self.server!r}")
 
     def project(self) -> str:
         """Return the provisioning project of NVFLARE, as YAML."""
-        named = {site: json.dumps(site.replace("-", "_")) for site in self.sites}  # `true` and 123 are names too
-        clients = (f"  - {{name: {json.dumps(site)}, type: client, org: {org}}}" for site, org in named.items())
-        quoted = {"name": json.dumps(self.name), "server": json.dumps(self.server), "lead": json.dumps(LEAD)}
+        # `true` and 123 are names too
+        named = {site: json.dumps(site.replace("-", "_")) for site in self.sites}
+        clients = (
+            f"  - {{name: {json.dumps(site)}, type: client, org: {org}}}"
+            for site, org in named.items()
+        )
+        quoted = {
+            "name": json.dumps(self.name),
+            "server": json.dumps(self.server),
+            "lead": json.dumps(LEAD),
+        }
         return PROJECT.format(clients="\n".join(clients), **vars(self) | quoted)
 
 
 def provision(consortium: Consortium, folder: Path, size: int) -> None:
     """Write `project.yml`, make the certificates, and lay out `server`, `lead` and `sites/NAME`.
 
-    `authority` in the folder holds the key that all certificates are signed with; the folder is its owner's alone.
-    Of what NVFLARE makes for a site only the certificates are handed out. The size is how many numbers the model
+    `authority` in the folder holds the key that all certificates are signed with; the folder is its
+    owner's alone. Of what NVFLARE makes for a site only the certificates are handed out. The size
+    is how many numbers the model
     has: a message far larger is refused before it is held in memory.
     """
     require_nvflare()
@@ -100,7 +113,16 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
 
 
 def _nvflare_provision(project: Path, workspace: Path) -> None:
-    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(project), "-w", str(workspace)]
+    command = [
+        sys.executable,
+        "-m",
+        "nvflare.cli",
+        "provision",
+        "-p",
+        str(project),
+        "-w",
+        str(workspace),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own arguments
     if done.returncode:
         raise CoterieError(f"NVFLARE could not provision {project}: {done.stdout}{done.stderr}")
@@ -108,7 +130,10 @@ def _nvflare_provision(project: Path, workspace: Path) -> None:
 
 def _listen_here(folder: Path) -> None:
     """Let the server take user 0's commands from its own machine only."""
-    started, asks = folder / "server/startup/fed_server.json", folder / "lead/startup/fed_admin.json"
+    started, asks = (
+        folder / "server/startup/fed_server.json",
+        folder / "lead/startup/fed_admin.json",
+    )
     for path, part, here in (
         (started, "servers", {"admin_host": ADMIN_HOST}),
         (asks, "admin", {"host": "localhost"}),
@@ -131,5 +156,6 @@ def _pin_server(server: Path, size: int, kind: str) -> None:
             component["args"]["uri_root"] = store
     write_limits(local, resources, (CONTROLLER, kind), size)
     logs = json.loads((local / "log_config.json.default").read_text(encoding="utf-8"))
-    logs["loggers"]["nvflare.collab"] = {"level": "WARNING"}  # else several lines for every gradient
+    # else several lines for every gradient
+    logs["loggers"]["nvflare.collab"] = {"level": "WARNING"}
     write_configuration(local / "log_config.json", logs)

@@ -34,19 +34,25 @@ FILE = "coterie.toml"
 _TEXT = instance(str, "a text")
 _KEYS = mapped(_TEXT, 'a table of fingerprints: site = "its fingerprint"')
 _NAMES = listed(_TEXT, "a list of names")
-_KNOB = Check('lie in [0, 1], or be "auto"', lambda value: value if value == "auto" else SHARE.read(value))
+_KNOB = Check(
+    'lie in [0, 1], or be "auto"', lambda value: value if value == "auto" else SHARE.read(value)
+)
 _TABLE = instance(dict, "a table of settings")
 _GROUPS = either(instance(bool, "true or false"), mapped(_NAMES, "a table of groups of sites"))
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
-"""What a site gives at most unless it sets otherwise: two runs of 1000 steps with the default rule."""
+"""What a site gives at most unless it sets otherwise.
+
+Two runs of 1000 steps with the default rule.
+"""
 NO_PRIVACY = (
-    "where everyone trains, nothing can be promised about a row: the points of a site's own run, which it "
-    "sends to the others, tell of its rows without noise; leave [privacy] away, or let one site lead"
+    "where everyone trains, nothing can be promised about a row: the points of a site's own run,"
+    " which it sends to the others, tell of its rows without noise; leave [privacy] away, or let"
+    " one site lead"
 )
 
 NO_SUMS = (
-    "where everyone trains, sums are not masked: two sites that ask for sums of the same gradients by other "
-    "weights could work out the parts; leave `secure_sums` and [sums] away"
+    "where everyone trains, sums are not masked: two sites that ask for sums of the same gradients"
+    " by other weights could work out the parts; leave `secure_sums` and [sums] away"
 )
 
 
@@ -55,10 +61,17 @@ class Data:
     """Where a participant's examples are: in a table, or what a loader returns."""
 
     table: Annotated[
-        str, Setting("A CSV or Parquet file, one example a row; beside the settings, or an absolute path.", _TEXT)
+        str,
+        Setting(
+            "A CSV or Parquet file, one example a row; beside the settings, or an absolute path.",
+            _TEXT,
+        ),
     ] = ""
     loader: Annotated[
-        str, Setting('"module.path:function" of the participant\'s folder; returns a `coterie.User`.', _TEXT)
+        str,
+        Setting(
+            '"module.path:function" of the participant\'s folder; returns a `coterie.User`.', _TEXT
+        ),
     ] = ""
     target: Annotated[str, Setting("The column to predict.", _TEXT)] = ""
     columns: Annotated[
@@ -80,12 +93,14 @@ class Data:
 class Model:
     """The model, which everybody builds from code of its own."""
 
-    name: Annotated[str, Setting('"linear", "mlp", or "module.path:factory(n_inputs, n_outputs)".', _TEXT)] = (
-        "linear"
-    )
+    name: Annotated[
+        str, Setting('"linear", "mlp", or "module.path:factory(n_inputs, n_outputs)".', _TEXT)
+    ] = "linear"
     loss: Annotated[
         str,
-        Setting('"module.path:function" of (output, target); by the kind of target when empty.', _TEXT),
+        Setting(
+            '"module.path:function" of (output, target); by the kind of target when empty.', _TEXT
+        ),
     ] = ""
     n_inputs: Annotated[int | None, Setting("With a loader only.", optional(COUNT))] = None
     n_outputs: Annotated[int | None, Setting("With a loader only.", optional(COUNT))] = None
@@ -107,11 +122,18 @@ class MessageSettings:
     ] = None
     secure_sums: Annotated[
         bool | Mapping[str, Sequence[str]],
-        Setting("See only the sum of the sites' gradients, or of each group of sites; for wga and bc.", _GROUPS),
+        Setting(
+            "See only the sum of the sites' gradients, or of each group of sites; for wga and bc.",
+            _GROUPS,
+        ),
     ] = False
     timeout: Annotated[float, Setting("Seconds to wait for a site in one step.", POSITIVE)] = 10.0
-    misses: Annotated[int, Setting("Steps without an answer until a site is not waited for.", COUNT)] = 3
-    probe_every: Annotated[int, Setting("Steps between checks whether such a site is back.", COUNT)] = 10
+    misses: Annotated[
+        int, Setting("Steps without an answer until a site is not waited for.", COUNT)
+    ] = 3
+    probe_every: Annotated[
+        int, Setting("Steps between checks whether such a site is back.", COUNT)
+    ] = 10
     minimum: Annotated[int, Setting("Answers without which a step is taken alone.", COUNT)] = 1
 
 
@@ -119,24 +141,31 @@ class MessageSettings:
 class Training(StepSettings, MessageSettings):
     """How user 0 trains: the options of `coterie train`, and how long it waits for a site.
 
-    A rule of user 0's own is imported by `coterie --import` when user 0 starts the server; these settings name no
-    code.
+    A rule of user 0's own is imported by `coterie --import` when user 0 starts the server; these
+    settings name no code.
     """
 
-    rule: Annotated[str, Setting("A rule, or a method, whose rounds are the steps.", _TEXT)] = "adaptive"
-    alpha: Annotated[float | Literal["auto"] | None, Setting("The peers' weight.", optional(_KNOB))] = None
+    rule: Annotated[str, Setting("A rule, or a method, whose rounds are the steps.", _TEXT)] = (
+        "adaptive"
+    )
+    alpha: Annotated[
+        float | Literal["auto"] | None, Setting("The peers' weight.", optional(_KNOB))
+    ] = None
     beta: Annotated[
-        float | Literal["auto"] | None, Setting("How fast the bias estimate follows.", optional(_KNOB))
+        float | Literal["auto"] | None,
+        Setting("How fast the bias estimate follows.", optional(_KNOB)),
     ] = None
     knobs: Annotated[
-        Mapping[str, Any], Setting("Knobs of the rule or method.", mapped(ANYTHING, "a table of knobs"))
+        Mapping[str, Any],
+        Setting("Knobs of the rule or method.", mapped(ANYTHING, "a table of knobs")),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.secure_sums and (self.compress or self.local_steps > 1):
             raise KnobError(
-                "`secure_sums` takes neither `compress` nor `local_steps`: a masked sum is of gradients, and exact"
+                "`secure_sums` takes neither `compress` nor `local_steps`: a masked sum is of"
+                " gradients, and exact"
             )
 
 
@@ -151,19 +180,27 @@ class SiteSettings:
     privacy: Privacy | None = None  # what is promised about each row
     sums: SumsOnly | None = None  # give masked sums only, and which
     threads: Annotated[int, Setting("CPU threads.", COUNT)] = 1
-    kit: Annotated[str, Setting("The fingerprint of the kit that the site has accepted.", _TEXT)] = ""
-    sites: Annotated[Sequence[str], Setting("Where everyone trains: whom it asks and answers.", _NAMES)] = ()
+    kit: Annotated[
+        str, Setting("The fingerprint of the kit that the site has accepted.", _TEXT)
+    ] = ""
+    sites: Annotated[
+        Sequence[str], Setting("Where everyone trains: whom it asks and answers.", _NAMES)
+    ] = ()
     training: Training | None = None  # where everyone trains: how it trains its own model
-    keys: Annotated[Mapping[str, str], Setting("Where everyone trains: the others' fingerprints.", _KEYS)] = field(
-        default_factory=dict
-    )
+    keys: Annotated[
+        Mapping[str, str], Setting("Where everyone trains: the others' fingerprints.", _KEYS)
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_settings(self)
         if (self.training is None) != (not self.sites):
-            raise KnobError("`sites` and [training] must both be there, as where everyone trains, or neither")
+            raise KnobError(
+                "`sites` and [training] must both be there, as where everyone trains, or neither"
+            )
         if self.keys and self.training is None:
-            raise KnobError("[keys] is for where everyone trains; the keys of masked sums stand in [sums.keys]")
+            raise KnobError(
+                "[keys] is for where everyone trains; the keys of masked sums stand in [sums.keys]"
+            )
         if self.training is not None and (self.sums is not None or self.training.secure_sums):
             raise KnobError(NO_SUMS)
         if self.training is not None and self.privacy is not None:
@@ -172,8 +209,12 @@ class SiteSettings:
     def as_lead(self) -> "LeadSettings":
         """Return the settings by which a site trains a model of its own."""
         if self.training is None:
-            raise KnobError(f"{self.name} trains no model of its own: its settings have no [training]")
-        return LeadSettings(self.name, tuple(self.sites), self.data, self.model, self.training, self.threads)
+            raise KnobError(
+                f"{self.name} trains no model of its own: its settings have no [training]"
+            )
+        return LeadSettings(
+            self.name, tuple(self.sites), self.data, self.model, self.training, self.threads
+        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +238,11 @@ def site_settings(folder: Path) -> SiteSettings:
     With privacy the norm is that of each row, so that no cap on it is taken.
     """
     settings = _read(folder / FILE, SiteSettings)
-    caps = vars(SITE_CAPS) | ({"norm": None} if "privacy" in settings else {}) | settings.get("caps", {})
+    caps = (
+        vars(SITE_CAPS)
+        | ({"norm": None} if "privacy" in settings else {})
+        | settings.get("caps", {})
+    )
     caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
     return SiteSettings(**_with_parts(settings | {"caps": caps}))
 
@@ -214,7 +259,10 @@ def training_of(proposed: Mapping[str, Any]) -> Training:
 
 
 def members_of(folder: Path) -> tuple[str, ...]:
-    """Return who trains, from the folder of a server that passes messages on; nobody where user 0 trains there."""
+    """Return who trains, from the folder of a server that passes messages on.
+
+    Nobody where user 0 trains there.
+    """
     settings = _read(folder / FILE, LeadSettings, or_else="everyone")
     members: tuple[str, ...] = _NAMES("everyone", settings.get("everyone", ()))
     return members
@@ -231,17 +279,25 @@ _PARTS: Mapping[str, type[Any]] = {
 
 
 def _read(path: Path, kind: type[Any], *, or_else: str = "") -> dict[str, Any]:
-    """Return what a file of settings holds, by the names of a kind of settings; or something else alone."""
+    """Return what a file of settings holds, by the names of a kind of settings.
+
+    Or something else alone.
+    """
     text = files.read(path, "`coterie federate init` writes it")
     try:
         settings = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
         raise KnobError(f"{path} cannot be read: {error}; mend it there") from error
-    if missing := [name for name in _needed(kind) if name not in settings and or_else not in settings]:
+    if missing := [
+        name for name in _needed(kind) if name not in settings and or_else not in settings
+    ]:
         raise KnobError(f"{path} must have {missing[0]!r}")
     known = {each.name for each in fields(kind)} | ({or_else} - {""})
     if stray := sorted(set(settings) - known):
-        raise KnobError(f"{path} has {stray[0]!r}, which is not a setting; it may have {', '.join(sorted(known))}")
+        raise KnobError(
+            f"{path} has {stray[0]!r}, which is not a setting; it may have"
+            f" {', '.join(sorted(known))}"
+        )
     for name in _PARTS.keys() & settings.keys():
         _TABLE(name, settings[name])
     return settings
@@ -259,7 +315,9 @@ def _with_parts(settings: Mapping[str, Any]) -> dict[str, Any]:
         part, kind = settings[name], _PARTS[name]
         known = [each.name for each in fields(kind)]
         if stray := sorted(set(part) - set(known)):
-            raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {', '.join(known)}")
+            raise KnobError(
+                f"[{name}] has {stray[0]!r}, which is not a setting; it may have {', '.join(known)}"
+            )
         if missing := [each for each in _needed(kind) if each not in part]:
             raise KnobError(f"[{name}] must have {missing[0]!r}")
         parts[name] = kind(**part)

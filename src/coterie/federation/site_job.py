@@ -1,4 +1,7 @@
-"""A site's side of a job: what NVFLARE makes there. The code is the site's own; the job only names it."""
+"""A site's side of a job.
+
+What NVFLARE makes there. The code is the site's own; the job only names it.
+"""
 
 import logging
 import threading
@@ -28,7 +31,10 @@ class Answering:
         self.lock = threading.Lock()
 
     def answers(self) -> bool:
-        """Say whether user 0 asks. It is at the server; NVFLARE knows the caller by its certificate."""
+        """Say whether user 0 asks.
+
+        It is at the server; NVFLARE knows the caller by its certificate.
+        """
         return by_server()
 
     @publish
@@ -61,7 +67,10 @@ class Site(Answering):
 
     @init
     def start(self) -> None:
-        """Read the site's settings and its data; where that fails the site refuses, and the others go on."""
+        """Read the site's settings and its data.
+
+        Where that fails the site refuses, and the others go on.
+        """
         try:
             self.responder = responder_of(folder_here())
         except Exception:  # a loader of the site's own may raise anything

@@ -35,9 +35,10 @@ def supervise(
 ) -> str:
     """Submit the job, follow it to its end, and return the result in a few lines.
 
-    NVFLARE ends a whole job when one site's worker dies. What is left is then submitted again, from the last
-    checkpoint, to the sites that are still there; with none left, user 0 goes on alone. `wait` is how many seconds
-    the server and the sites have to connect, `attempts` how often the job is submitted.
+    NVFLARE ends a whole job when one site's worker dies. What is left is then submitted again, from
+    the last checkpoint, to the sites that are still there; with none left, user 0 goes on alone.
+    `wait` is how many seconds the server and the sites have to connect, `attempts` how often the
+    job is submitted.
     """
     settings = lead_settings(folder)
     out = folder / RUN
@@ -55,7 +56,8 @@ def supervise(
                 if not _connected(session, len(settings.sites), wait):
                     if not attempt:
                         raise CoterieError(
-                            f"no site is connected after {wait:g} s; they start with `federate site`"
+                            f"no site is connected after {wait:g} s; they start with `federate"
+                            " site`"
                         )
                     why = "no site is left"
                     break
@@ -65,7 +67,9 @@ def supervise(
                 raise KnobError((out / REFUSED).read_text(encoding="utf-8"))
             if (out / SUMMARY).exists():
                 return (out / SUMMARY).read_text(encoding="utf-8")
-            show_line(f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint")
+            show_line(
+                f"job {attempt + 1} has ended early ({status}); going on from the last checkpoint"
+            )
     show_line(f"{why}; going on alone")
     lead(folder, LocalSites({}))
     show_new()
@@ -84,8 +88,9 @@ def session_of(kit: Path, wait: float) -> Iterator[Any]:
             session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
         raise CoterieError(
-            f"the server does not answer: {error}; start it (`coterie federate server {kit.parent}`); a run that "
-            "was on its way goes on with `coterie federate run --resume`"
+            f"the server does not answer: {error}; start it (`coterie federate server"
+            f" {kit.parent}`); a run that was on its way goes on with `coterie federate run"
+            " --resume`"
         ) from error
     try:
         yield session
@@ -104,7 +109,10 @@ def _connected(session: Any, wanted: int, wait: float) -> int:
 
 
 def watch(session: Any, job: str, out: Path, show_new: Callable[[], None]) -> str:
-    """Show the run until NVFLARE says that the job has ended, and return how; Ctrl-C ends the job."""
+    """Show the run until NVFLARE says that the job has ended, and return how.
+
+    Ctrl-C ends the job.
+    """
     try:
         while True:
             show_new()
@@ -136,14 +144,15 @@ def follow_everyone(
 ) -> str:
     """Submit the job, follow it to its end, and return in a few lines who has ended.
 
-    Where a job ends and somebody has not, because NVFLARE has ended it early or a site was lost, it is submitted
-    again once that site is there: whoever has ended answers it. `wait` is how many seconds the server and the sites
-    have to connect, `attempts` how often the job is submitted.
+    Where a job ends and somebody has not, because NVFLARE has ended it early or a site was lost, it
+    is submitted again once that site is there: whoever has ended answers it. `wait` is how many
+    seconds the server and the sites have to connect, `attempts` how often the job is submitted.
     """
     names, out = members_of(folder), folder / RUN
     if (out / MEMBERS).exists() and not resume:
         raise KnobError(
-            f"{out} already holds a run; go on with it (`--resume`), or move it away, as all sites must"
+            f"{out} already holds a run; go on with it (`--resume`), or move it away, as all sites"
+            " must"
         )
     job, left = write_job(folder.absolute() / "job", everyone=True), list(names)
     news = NewLines(out / NEWS)
@@ -157,8 +166,8 @@ def follow_everyone(
             here = _members_connected(session, names, wait)
             if not attempt and len(here) < 2:
                 raise CoterieError(
-                    f"{len(here)} of {len(names)} sites are connected after {wait:g} s; they start with "
-                    "`federate site`"
+                    f"{len(here)} of {len(names)} sites are connected after {wait:g} s; they start"
+                    " with `federate site`"
                 )
             if attempt and not here & set(left):
                 break
@@ -173,8 +182,9 @@ def follow_everyone(
             return (out / SUMMARY).read_text(encoding="utf-8")
         show_line(f"job {attempt + 1} has ended ({status}), without the end of {', '.join(left)}")
     raise CoterieError(
-        f"no end of {', '.join(left)}; its `run/refused.txt` or `nvflare/nvflare.log` may say why. Once it is "
-        f"started (`coterie federate site`), `coterie federate run {folder} --resume` goes on"
+        f"no end of {', '.join(left)}; its `run/refused.txt` or `nvflare/nvflare.log` may say why."
+        f" Once it is started (`coterie federate site`), `coterie federate run {folder} --resume`"
+        " goes on"
     )
 
 
@@ -184,7 +194,9 @@ def _members_connected(session: Any, names: Sequence[str], wait: float) -> set[s
     while True:
         oldest = time.time() - SECONDS_A_SIGN_OF_LIFE_LASTS
         clients = session.get_system_info().client_info
-        here = {client.name for client in clients if (client.last_connect_time or 0) > oldest} & set(names)
+        here = {
+            client.name for client in clients if (client.last_connect_time or 0) > oldest
+        } & set(names)
         if len(here) == len(names) or time.monotonic() > until:
             return here
         time.sleep(SECONDS_BETWEEN_POLLS)

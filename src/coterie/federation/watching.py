@@ -1,4 +1,7 @@
-"""What a participant sees while NVFLARE works for it: a few lines. What NVFLARE logs stays in a file."""
+"""What a participant sees while NVFLARE works for it.
+
+A few lines. What NVFLARE logs stays in a file.
+"""
 
 import json
 import math
@@ -51,9 +54,14 @@ class NewLines:
 
 
 class Screen:
-    """Lines that stay, and one below them that changes; `terminal` when None: where standard output is one."""
+    """Lines that stay, and one below them that changes.
 
-    def __init__(self, show_line: Callable[[str], None] = print, terminal: bool | None = None) -> None:
+    `terminal` when None: where standard output is one.
+    """
+
+    def __init__(
+        self, show_line: Callable[[str], None] = print, terminal: bool | None = None
+    ) -> None:
         self._show_line, self._shown, self._at = show_line, "", -float("inf")
         self._text = ""  # how things stand, shown or not yet
         self._terminal = sys.stdout.isatty() if terminal is None else terminal
@@ -73,7 +81,10 @@ class Screen:
         self.look()
 
     def look(self) -> None:
-        """Show how things stand, if that is not shown yet; without a terminal, not before its time."""
+        """Show how things stand, if that is not shown yet.
+
+        Without a terminal, not before its time.
+        """
         if self._text == self._shown:
             return
         if self._terminal:
@@ -89,10 +100,13 @@ class Screen:
 class RunWatch:
     """Show what is new of a run: the lines of its news, and how far it is."""
 
-    def __init__(self, out: Path, steps: int, show: Show, show_line: Callable[[str], None], tenths: bool) -> None:
+    def __init__(
+        self, out: Path, steps: int, show: Show, show_line: Callable[[str], None], tenths: bool
+    ) -> None:
         self._record, self._news = out / RECORD, NewLines(out / NEWS)
         self._steps, self._show, self._show_line = steps, show, show_line
-        self._tenth = 0 if tenths else 11  # how many tenths of the run were told, where there is no bar
+        # how many tenths of the run were told, where there is no bar
+        self._tenth = 0 if tenths else 11
 
     def __call__(self) -> None:
         """Look what is new."""
@@ -101,8 +115,13 @@ class RunWatch:
         points = Record.load(self._record).points if self._record.exists() else []
         if not points:
             return
-        last, losses = points[-1], [point.validation["loss"] for point in points if point.validation]
-        loss, weight = (math.nan if value is None else value for value in (last.own_loss, last.weight))
+        last, losses = (
+            points[-1],
+            [point.validation["loss"] for point in points if point.validation],
+        )
+        loss, weight = (
+            math.nan if value is None else value for value in (last.own_loss, last.weight)
+        )
         best = min(losses, default=None)
         self._show(last.step, loss, weight, best)
         if 10 * last.step // self._steps > self._tenth:
@@ -169,7 +188,9 @@ class SiteWatch:
 class MemberWatch(SiteWatch):
     """Tell a site that trains a model of its own how far that is, too, and what came of it."""
 
-    def __init__(self, folder: Path, place: Path, caps: Caps, given: int, screen: Screen, *, steps: int) -> None:
+    def __init__(
+        self, folder: Path, place: Path, caps: Caps, given: int, screen: Screen, *, steps: int
+    ) -> None:
         self._mine, self._given, self._steps, out = "", "", steps, folder / RUN
         super().__init__(folder, place, caps, given, screen)
         self._run = RunWatch(out, steps, self._follow, screen.line, tenths=False)
@@ -191,7 +212,9 @@ class MemberWatch(SiteWatch):
         self.screen.now(f"{self._mine}{text}")
 
     def _follow(self, step: int, loss: float, weight: float, best: float | None) -> None:
-        self._mine = f"own run: step {step} of {self._steps}, {numbers_of(loss, weight, best)}; for others: "
+        self._mine = (
+            f"own run: step {step} of {self._steps}, {numbers_of(loss, weight, best)}; for others: "
+        )
         self.now(self._given)
 
 
@@ -218,5 +241,8 @@ def _text(path: Path) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text without what would move the cursor or change colours: parts of it come from elsewhere."""
+    """Return a text without what would move the cursor or change colours.
+
+    Parts of it come from elsewhere.
+    """
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,4 +1,7 @@
-"""NVFLARE's processes: a site's folder for them, written by the code installed there, and how they are started."""
+"""NVFLARE's processes.
+
+A site's folder for them, written by the code installed there, and how they are started.
+"""
 
 import contextlib
 import importlib.util
@@ -44,18 +47,27 @@ _LOG = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"plain": {"format": "%(asctime)s - %(name)s - %(levelname)s - %(message)s"}},
-    "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
+    "handlers": {
+        "console": {
+            "class": "logging.StreamHandler",
+            "formatter": "plain",
+            "stream": "ext://sys.stdout",
+        }
+    },
     # Collab has several lines for every gradient.
-    "loggers": {"root": {"level": "INFO", "handlers": ["console"]}, "nvflare.collab": {"level": "WARNING"}},
+    "loggers": {
+        "root": {"level": "INFO", "handlers": ["console"]},
+        "nvflare.collab": {"level": "WARNING"},
+    },
 }
 
 
 def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None) -> Path:
     """Write a site's workspace anew, and return it.
 
-    The certificates are the kit's; all else is written here, so that nothing that user 0 made is configuration, let
-    alone code. A job may make these classes, or when None the two that it needs; a message far larger than
-    `MAX_POINTS` points is refused before it is held in memory.
+    The certificates are the kit's; all else is written here, so that nothing that user 0 made is
+    configuration, let alone code. A job may make these classes, or when None the two that it needs;
+    a message far larger than `MAX_POINTS` points is refused before it is held in memory.
     """
     classes = (EXECUTOR, site_class(kit.everyone)) if classes is None else classes
     place = folder / WORKSPACE
@@ -65,30 +77,42 @@ def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None)
     for name in CERTIFICATES:
         shutil.copyfile(folder / name, place / "startup" / name)
         (place / "startup" / name).chmod(0o600)
-    service = {"target": f"{kit.server}:{kit.port}", "scheme": "grpc"}  # TLS, with certificates on both sides
-    client = {"ssl_private_key": "client.key", "ssl_cert": "client.crt", "ssl_root_cert": "rootCA.pem"}
+    # TLS, with certificates on both sides
+    service = {"target": f"{kit.server}:{kit.port}", "scheme": "grpc"}
+    client = {
+        "ssl_private_key": "client.key",
+        "ssl_cert": "client.crt",
+        "ssl_root_cert": "rootCA.pem",
+    }
     client |= {"fqsn": kit.site, "connection_security": "mtls"}
     servers = [{"name": kit.consortium, "service": service, "identity": kit.server}]
     connection = {"format_version": 2, "servers": servers, "client": client | {"is_leaf": True}}
     write_configuration(place / "startup" / "fed_client.json", connection)
     components = [
-        {"id": id_, "path": f"nvflare.app_common.{path}", "args": args} for id_, path, args in _COMPONENTS
+        {"id": id_, "path": f"nvflare.app_common.{path}", "args": args}
+        for id_, path, args in _COMPONENTS
     ]
-    resources: dict[str, Any] = {"format_version": 2, "client": {"retry_timeout": 30, "compression": "Gzip"}}
+    resources: dict[str, Any] = {
+        "format_version": 2,
+        "client": {"retry_timeout": 30, "compression": "Gzip"},
+    }
     resources |= {"components": components, "allow_log_streaming": False}
     write_limits(place / "local", resources, classes, kit.size)
     write_configuration(place / "local" / "log_config.json", _LOG)
     return place
 
 
-def write_limits(local: Path, resources: Mapping[str, Any], classes: Sequence[str], size: int) -> None:
+def write_limits(
+    local: Path, resources: Mapping[str, Any], classes: Sequence[str], size: int
+) -> None:
     """Let a participant make these classes only, and take no code, no shell command and no huge message."""
     pinned = {"class_allow_list": list(classes), "class_list_enforcement_mode": "enforce"}
     write_configuration(local / "resources.json", {**resources, **pinned})
     rights = {"format_version": "1.0", "permissions": {"lead": RIGHTS}}
     write_configuration(local / "authorization.json", rights)
     write_configuration(
-        local / "comm_config.json", {"streaming_max_blob_size": MAX_EXTRA_BYTES + 16 * MAX_POINTS * size}
+        local / "comm_config.json",
+        {"streaming_max_blob_size": MAX_EXTRA_BYTES + 16 * MAX_POINTS * size},
     )
 
 
@@ -111,14 +135,29 @@ def server_command(place: Path) -> list[str]:
 
 def _command(module: str, place: Path, file: str, option: str, organisation: str) -> list[str]:
     require_nvflare()
-    start = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(place.absolute())]
-    options = ["secure_train=true", option, f"org={organisation.replace('-', '_')}", "config_folder=config"]
+    start = [
+        sys.executable,
+        "-u",
+        "-m",
+        f"nvflare.private.fed.app.{module}",
+        "-m",
+        str(place.absolute()),
+    ]
+    options = [
+        "secure_train=true",
+        option,
+        f"org={organisation.replace('-', '_')}",
+        "config_folder=config",
+    ]
     return [*start, "-s", file, "--set", *filter(None, options)]
 
 
 def surroundings() -> dict[str, str]:
     """Return the environment of NVFLARE's processes, which import nothing from the folder that they run in."""
-    return os.environ | {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "4")}
+    return os.environ | {
+        "PYTHONSAFEPATH": "1",
+        "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "4"),
+    }
 
 
 def require_nvflare() -> None:
@@ -128,9 +167,12 @@ def require_nvflare() -> None:
 
 
 def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) -> int:
-    """Start NVFLARE's process, wait for its end, and end it and its children with this process; return its status.
+    """Start NVFLARE's process, wait for its end, and end it and its children with this process.
 
-    What it writes is its owner's alone, and what it says goes to `LOG`. `watch` is called now and then.
+    Return its status.
+
+    What it writes is its owner's alone, and what it says goes to `LOG`. `watch` is called now and
+    then.
     """
     import psutil  # which NVFLARE brings
 
@@ -139,7 +181,12 @@ def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) 
     with (place / LOG).open("ab") as log:
         (place / LOG).chmod(0o600)
         # In a session of its own: NVFLARE takes no notice of Ctrl-C.
-        options: dict[str, Any] = {"start_new_session": True, "umask": 0o077, "stdout": log, "stderr": log}
+        options: dict[str, Any] = {
+            "start_new_session": True,
+            "umask": 0o077,
+            "stdout": log,
+            "stderr": log,
+        }
         process = psutil.Popen(list(command), env=surroundings(), **options)
     try:
         while True:
@@ -148,7 +195,8 @@ def run_process(command: Sequence[str], place: Path, watch: Callable[[], None]) 
             except psutil.TimeoutExpired:
                 watch()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not keep this from being done
+        # a second one must not keep this from being done
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if process.is_running():
             for each in (*process.children(recursive=True), process):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself

@@ -1,4 +1,7 @@
-"""Gradients as flat vectors: what user 0 receives in one step, and the weights that combine them."""
+"""Gradients as flat vectors.
+
+What user 0 receives in one step, and the weights that combine them.
+"""
 
 from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters

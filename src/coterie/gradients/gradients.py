@@ -17,7 +17,8 @@ class Gradients:
 
     Args:
         own: g_0, user 0's own gradient, of shape (d,).
-        peers: Σ τ_k g_k, the peers' weighted sum, of shape (d,), with g_0 for peers that did not answer.
+        peers: Σ τ_k g_k, the peers' weighted sum, of shape (d,), with g_0 for peers that did not
+            answer.
         rows: the gradients of the peers that answered, of shape (n, d), for rules that need each.
         names: the peers of `rows`, in order.
         answered: the share of the peers' weight that answered; 1 when everyone did.
@@ -41,7 +42,9 @@ class Gradients:
     own_loss: Tensor | float = math.nan
 
     def average(
-        self, tau: Mapping[str, float] | None = None, aggregator: Callable[[Tensor], Tensor] | None = None
+        self,
+        tau: Mapping[str, float] | None = None,
+        aggregator: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, float]:
         """Return the peers' weighted sum, or aggregate, and the share of the weight that answered.
 
@@ -56,7 +59,9 @@ class Gradients:
         if self.peers is not None:
             return self.peers, self.answered
         if self.rows is None:
-            raise KnobError("a rule that listens to peers needs `Gradients(peers=…)` or `Gradients(rows=…)`")
+            raise KnobError(
+                "a rule that listens to peers needs `Gradients(peers=…)` or `Gradients(rows=…)`"
+            )
         if tau is None:
             weights = [self.answered / max(1, len(self.rows))] * len(self.rows)
         else:
@@ -72,10 +77,20 @@ class Gradients:
         *,
         rows: bool,
     ) -> Self:
-        """Return the same own gradient with these peers' gradients: as rows, or as their weighted sum."""
+        """Return the same own gradient with these peers' gradients.
+
+        As rows, or as their weighted sum.
+        """
         shares = [weights[name] for name in names]
         if rows:
-            return replace(self, rows=matrix, names=names, peers=None, answered=present(shares), left_out=left_out)
+            return replace(
+                self,
+                rows=matrix,
+                names=names,
+                peers=None,
+                answered=present(shares),
+                left_out=left_out,
+            )
         peers, answered = weighted_sum(self.own, matrix, shares)
         return replace(self, rows=None, names=(), peers=peers, answered=answered, left_out=left_out)
 
@@ -89,8 +104,8 @@ class Gradients:
     def _row_names(self) -> tuple[str, ...]:
         if self.rows is not None and len(self.names) != len(self.rows):
             raise KnobError(
-                f"`names` must name every row when weights are given by name: {len(self.names)} names, "
-                f"{len(self.rows)} rows"
+                f"`names` must name every row when weights are given by name: {len(self.names)}"
+                f" names, {len(self.rows)} rows"
             )
         return self.names
 
@@ -118,7 +133,9 @@ def add_up(
 
 
 def gave_nothing(left_out: Mapping[str, str]) -> list[str]:
-    """Return the peers that were not asked, did not answer or refused; others were left out for what they gave.
+    """Return the peers that were not asked, did not answer or refused.
+
+    Others were left out for what they gave.
 
     Example:
         >>> gave_nothing({"a": "no answer", "b": "refused", "c": "refused: too often", "d": "not finite"})
@@ -140,12 +157,17 @@ def complete(own: Tensor, peers: Tensor, answered: float) -> tuple[Tensor, float
 
 
 def present(weights: Iterable[float]) -> float:
-    """Return the share of the peers' weight that answered; 1 where the weights sum to it but for rounding."""
+    """Return the share of the peers' weight that answered.
+
+    1 where the weights sum to it but for rounding.
+    """
     answered = sum(weights)
     return 1.0 if 1 - answered < 1e-12 else answered
 
 
-def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwise: Tensor | float = 0.0) -> Tensor:
+def by_name(
+    values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwise: Tensor | float = 0.0
+) -> Tensor:
     """Return the values of the names wanted, one a row, without synchronising host and device.
 
     A user who has no value gets `otherwise`: a number, or a value for each name wanted.
@@ -155,19 +177,24 @@ def by_name(values: Tensor, names: Sequence[str], wanted: Sequence[str], otherwi
     if not isinstance(otherwise, Tensor):
         otherwise = values.new_full((len(wanted), *values.shape[1:]), otherwise)
     place = {name: i for i, name in enumerate(names)}
-    picked = [values[place[name]] if name in place else otherwise[i] for i, name in enumerate(wanted)]
+    picked = [
+        values[place[name]] if name in place else otherwise[i] for i, name in enumerate(wanted)
+    ]
     return torch.stack(picked) if picked else otherwise
 
 
 def cut(rows: Tensor, norm: float | Tensor) -> Tensor:
-    """Return a vector, or each row of a matrix, cut to a norm; the norm may be a column with one for each row.
+    """Return a vector, or each row of a matrix, cut to a norm.
+
+    The norm may be a column with one for each row.
 
     Example:
         >>> cut(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
         tensor([[0.6000, 0.8000],
                 [0.3000, 0.4000]])
     """
-    peak = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)  # else squares may overflow
+    # else squares may overflow
+    peak = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     share: Tensor = norm / (rows / peak).norm(dim=-1, keepdim=True) / peak
     return rows * share.clamp(max=1.0)
 
@@ -178,7 +205,10 @@ def is_finite(vector: Tensor) -> bool:
 
 
 class FiniteLater:
-    """Whether a vector is finite: the check starts now and is read later, so the host need not wait for a GPU."""
+    """Whether a vector is finite.
+
+    The check starts now and is read later, so the host need not wait for a GPU.
+    """
 
     def __init__(self, vector: Tensor) -> None:
         self._vector, self._total = vector, vector.sum()
@@ -192,7 +222,8 @@ class FiniteLater:
         """Return the answer; see `is_finite`."""
         if self._copied is not None:
             self._copied.synchronize()
-        # A finite sum has finite terms. Overflow too can make the sum infinite; only then is each term checked.
+        # A finite sum has finite terms. Overflow too can make the sum infinite; only then is each
+        # term checked.
         return math.isfinite(self._total.item()) or bool(self._vector.isfinite().all())
 
 
@@ -209,7 +240,9 @@ def finite_rows(rows: Tensor) -> Tensor:
     return finite
 
 
-def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+def keep_finite(
+    rows: Tensor, names: Sequence[str]
+) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
     """Return the finite rows, their names, and the peers left out with reasons."""
     if is_finite(rows):
         return rows, tuple(names), {}
@@ -219,7 +252,9 @@ def keep_finite(rows: Tensor, names: Sequence[str]) -> tuple[Tensor, tuple[str, 
     return rows[torch.tensor(finite, device=rows.device)], kept, left_out
 
 
-def receive(own: Tensor, answers: Mapping[str, Tensor | None]) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
+def receive(
+    own: Tensor, answers: Mapping[str, Tensor | None]
+) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
     """Return the usable answers as rows, their names, and the peers left out with reasons.
 
     Every answer must have the shape of `own`, g_0; None stands for a peer that did not answer.

@@ -1,15 +1,16 @@
 """A bound on how long what peers send may be, so that no single step can destroy a run.
 
-A gradient that is too long is left out of its step, as one that is not finite: its weight goes back to g_0, and the
-record counts it. Too long is more than a few times
+A gradient that is too long is left out of its step, as one that is not finite: its weight goes back
+to g_0, and the record counts it. Too long is more than a few times
 
-    the median length of all peers' gradients in the same step, where each is at hand and there are three or more;
-    the longest sum before, where only sums are at hand;
+    the median length of all peers' gradients in the same step, where each is at hand and there are
+    three or more; the longest sum before, where only sums are at hand;
 
 or than as many times g_0, where that is longer. The first sum has nothing to be compared with.
 
-A rule that only sums gradients has no defence of its own against one that is turned round. Where each is at hand
-all the same, what is opposed to user 0 and to most of the others is left out too: see `Opposition`.
+A rule that only sums gradients has no defence of its own against one that is turned round. Where
+each is at hand all the same, what is opposed to user 0 and to most of the others is left out too:
+see `Opposition`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,10 @@ from torch import Tensor
 from coterie.gradients.gradients import Gradients
 
 RATE = 1 / 20
-"""What the newest cosine counts. Whoever turns round what the others send is noticed after about ten steps."""
+"""What the newest cosine counts.
+
+Whoever turns round what the others send is noticed after about ten steps.
+"""
 LIMIT = -1 / 4
 """Below this mean cosine two users oppose each other."""
 
@@ -83,7 +87,10 @@ FACTOR = 3.0
 LEAST_ROWS = 3
 """How many peers it takes for their median to be one of the good ones, if one of them is bad."""
 GROWTH = 1.1
-"""By what factor the longest sum that is remembered may grow in a step: sums that grow tenfold need 24 steps."""
+"""By what factor the longest sum that is remembered may grow in a step.
+
+Sums that grow tenfold need 24 steps.
+"""
 
 AGAINST = "it keeps pointing against user 0 and most of the others"
 """Why a gradient that is turned round is left out."""
@@ -93,7 +100,8 @@ class NormBound:
     """The bound of one run, or of R at once, with what it remembers: the length of the longest sum.
 
     Args:
-        factor: how many times as long as the median is too long; a number, or one for each run, of shape (R,).
+        factor: how many times as long as the median is too long; a number, or one for each run, of
+            shape (R,).
         x: the parameters, of shape (d,) or (R, d).
 
     Example:
@@ -122,11 +130,17 @@ class NormBound:
             return g.with_peers(matrix, names, weights, left_out, rows=rows)
         total = _total(g)
         if total is None or not bool(self.long_sums(g.own, total)):
-            return g if rows or g.rows is None else g.with_peers(g.rows, g.names, weights, g.left_out, rows=False)
+            return (
+                g
+                if rows or g.rows is None
+                else g.with_peers(g.rows, g.names, weights, g.left_out, rows=False)
+            )
         why = f"the sum is more than {self.factor:g} times as long as any before"
         left_out = dict(g.left_out) | {name: why for name in weights if name not in g.left_out}
         none = g.own.new_empty(0, *g.own.shape)
-        return replace(g, rows=none, names=(), peers=None).with_peers(none, (), weights, left_out, rows=rows)
+        return replace(g, rows=none, names=(), peers=None).with_peers(
+            none, (), weights, left_out, rows=rows
+        )
 
     def _why_not(self, g: Gradients, matrix: Tensor, *, rows: bool) -> dict[str, str]:
         """Return which of the peers' gradients are left out, each with the reason."""
@@ -144,12 +158,18 @@ class NormBound:
         if g.rows is not None and len(g.rows) >= LEAST_ROWS:
             return long_rows(g.rows, g.own, self.factor).any()
         total = _total(g)
-        return torch.zeros_like(g.own[0], dtype=torch.bool) if total is None else self.long_sums(g.own, total)
+        return (
+            torch.zeros_like(g.own[0], dtype=torch.bool)
+            if total is None
+            else self.long_sums(g.own, total)
+        )
 
     def long_sums(self, own: Tensor, sums: Tensor) -> Tensor:
         """Say of each sum whether it is too long after those before, and remember its length."""
         length, begun = _lengths(sums), self.longest > 0
-        too_long = length.isinf() | (begun & (length > self.factor * torch.maximum(self.longest, _lengths(own))))
+        too_long = length.isinf() | (
+            begun & (length > self.factor * torch.maximum(self.longest, _lengths(own)))
+        )
         grown = torch.maximum(self.longest, torch.minimum(length, GROWTH * self.longest))
         self.longest.copy_(torch.where(begun, grown, length).nan_to_num(0.0, 0.0))
         return too_long

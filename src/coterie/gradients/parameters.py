@@ -27,32 +27,48 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.named:
-            raise ModelError("the model has no trainable parameter; set `requires_grad` on those to train")
+            raise ModelError(
+                "the model has no trainable parameter; set `requires_grad` on those to train"
+            )
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            raise ModelError(f"the model is wrapped in {type(model).__name__}; give what is inside: `model.module`")
+            raise ModelError(
+                f"the model is wrapped in {type(model).__name__}; give what is inside:"
+                " `model.module`"
+            )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise ModelError(
-                "a scripted module (torch.jit.script) cannot be passed with other parameters; give the module that "
-                "it was made from, and for speed `ForwardOptions(compile=True)`"
+                "a scripted module (torch.jit.script) cannot be passed with other parameters; give"
+                " the module that it was made from, and for speed `ForwardOptions(compile=True)`"
             )
         for name, p in self.named.items():
             if isinstance(p, UninitializedParameter):
-                raise ModelError(f"the parameter {name!r} has no shape yet; pass one batch through the model first")
+                raise ModelError(
+                    f"the parameter {name!r} has no shape yet; pass one batch through the model"
+                    " first"
+                )
             if p.is_meta:
-                raise ModelError(f"the parameter {name!r} has no numbers: it is on the meta device; load the model")
+                raise ModelError(
+                    f"the parameter {name!r} has no numbers: it is on the meta device; load the"
+                    " model"
+                )
             if not p.is_floating_point():
                 raise ModelError(
-                    f"the parameter {name!r} is {p.dtype}; train floating-point numbers: `model.float()`"
+                    f"the parameter {name!r} is {p.dtype}; train floating-point numbers:"
+                    " `model.float()`"
                 )
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ModelError(
-                    f"the parameter {name!r} has a hook on its gradient, which would not be called: directions are "
-                    "made of many users' gradients; remove the hook, and to clip give `clip_norm`"
+                    f"the parameter {name!r} has a hook on its gradient, which would not be called:"
+                    " directions are made of many users' gradients; remove the hook, and to clip"
+                    " give `clip_norm`"
                 )
         kinds = {(p.dtype, p.device) for p in self.named.values()}
         if len(kinds) > 1:
             mixture = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            raise ModelError(f"trainable parameters must share one dtype and device, got {mixture}; use `model.to`")
+            raise ModelError(
+                f"trainable parameters must share one dtype and device, got {mixture}; use"
+                " `model.to`"
+            )
         ((self.dtype, self.device),) = kinds
         self.tied = _tied(model)
         self.owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in self.named}
@@ -70,14 +86,18 @@ class Parameters:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def unflatten(self, x: Tensor) -> dict[str, Tensor]:
-        """Return views of a flat vector, by parameter name; of a stack of vectors, the stacks of their pieces."""
+        """Return views of a flat vector, by parameter name.
+
+        Of a stack of vectors, the stacks of their pieces.
+        """
         pieces = zip(self.named, torch.split(x, self.lengths, dim=-1), self.shapes, strict=True)
         return {name: piece.reshape(x.shape[:-1] + shape) for name, piece, shape in pieces}
 
     def share(self, x: Tensor | None = None) -> Tensor:
         """Make the model's parameters views of one flat vector, and return it.
 
-        A change of the parameters in place, such as an optimizer's, is then a change of the vector, and conversely.
+        A change of the parameters in place, such as an optimizer's, is then a change of the vector,
+        and conversely.
 
         Args:
             x: the vector; a new one of the parameters as they are when None.
@@ -102,8 +122,8 @@ class Parameters:
     def with_tied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add to parameters and buffers by name those that are tied to them, for `functional_call`.
 
-        Call that with `tie_weights=False`: of a module that has two names, it would itself leave the values in the
-        place of the module's own parameters.
+        Call that with `tie_weights=False`: of a module that has two names, it would itself leave
+        the values in the place of the module's own parameters.
         """
         values.update({other: values[name] for other, name in self.tied.items() if name in values})
         return values
@@ -149,7 +169,8 @@ def copied(thing: T, model: nn.Module | None = None) -> T:
     memo: dict[int, Any] = {}
     for parameter in model.parameters() if model is not None else ():
         if not parameter.requires_grad and type(parameter) is nn.Parameter:
-            # A parameter of its own, so that moving the copy to a device does not move the model it is of.
+            # A parameter of its own, so that moving the copy to a device does not move the model it
+            # is of.
             shared = nn.Parameter(parameter.data, requires_grad=False)
             vars(shared).update(vars(parameter))
             memo[id(parameter)] = shared
@@ -165,7 +186,10 @@ def trained_state(model: nn.Module) -> dict[str, Any]:
 def load_trained_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `trained_state` gave; a `RuntimeError` where it is of another model."""
     told = model.load_state_dict(state, strict=False)
-    wrong = [*(name for name in told.missing_keys if name not in _frozen(model)), *told.unexpected_keys]
+    wrong = [
+        *(name for name in told.missing_keys if name not in _frozen(model)),
+        *told.unexpected_keys,
+    ]
     if wrong:
         raise RuntimeError(f"these do not fit: {', '.join(wrong)}")
 

@@ -7,14 +7,16 @@ from scipy.optimize import nnls
 from coterie.errors import KnobError
 
 
-def water_filling(noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.0) -> NDArray[np.float64]:
+def water_filling(
+    noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.0
+) -> NDArray[np.float64]:
     """Return the weights that trade the peers' noise against their bias best, in O(N log N).
 
         min over the simplex of  Σ κ τ_k² σ_k² + τ_k ζ_k²
         τ_k = max(0, (λ − ζ_k²) / (2κσ_k²)),  with the water level λ set by Σ τ_k = 1
 
-    Without bias τ_k ∝ 1/σ_k². A peer without noise takes all that the others, filled up to its ζ_k², leave;
-    several such peers share it equally.
+    Without bias τ_k ∝ 1/σ_k². A peer without noise takes all that the others, filled up to its
+    ζ_k², leave; several such peers share it equally.
 
     Args:
         noise: σ_k, each peer's noise, along the last axis; axes before it are separate problems.
@@ -31,7 +33,9 @@ def water_filling(noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.
     “Choice of the weights”.
     """
     sigma, zeta, price = np.broadcast_arrays(
-        _checked_sizes("noise", noise), _checked_sizes("bias", bias), _checked_sizes("kappa", kappa)[..., None]
+        _checked_sizes("noise", noise),
+        _checked_sizes("bias", bias),
+        _checked_sizes("kappa", kappa)[..., None],
     )
     if not sigma.size:
         raise KnobError("`noise` must hold one value for each peer; give at least one peer")
@@ -43,9 +47,14 @@ def water_filling(noise: ArrayLike, bias: ArrayLike = 0.0, kappa: ArrayLike = 1.
     level = np.minimum(_level(depth, width), np.where(noisy, np.inf, depth).min(-1, keepdims=True))
     tau = np.maximum(level - depth, 0.0) * width
     noiseless = ~noisy & (depth <= level)
-    # What is missing to 1 belongs to the noiseless; without any it is rounding, magnified by the wide.
-    shares = np.where(noiseless.any(-1, keepdims=True), noiseless, np.where(depth <= level, width, 0.0))
-    return np.asarray(tau + (1 - tau.sum(-1, keepdims=True)) * shares / shares.sum(-1, keepdims=True))
+    # What is missing to 1 belongs to the noiseless; without any it is rounding, magnified by the
+    # wide.
+    shares = np.where(
+        noiseless.any(-1, keepdims=True), noiseless, np.where(depth <= level, width, 0.0)
+    )
+    return np.asarray(
+        tau + (1 - tau.sum(-1, keepdims=True)) * shares / shares.sum(-1, keepdims=True)
+    )
 
 
 def simplex_minimum(matrix: ArrayLike) -> NDArray[np.float64]:
@@ -53,9 +62,10 @@ def simplex_minimum(matrix: ArrayLike) -> NDArray[np.float64]:
 
         z = argmin over z ≥ 0 of  zᵀHz + (1ᵀz − 1)²,  κ = z / 1ᵀz
 
-    which is one non-negative least squares problem: the minimum over scaled copies of the simplex is on the same
-    ray. H is scaled to unit trace first; its negative eigenvalues, which noise leaves, count as zero. Where
-    several weights do equally well, which of them is returned is not specified; H = 0 gives equal weights.
+    which is one non-negative least squares problem: the minimum over scaled copies of the simplex
+    is on the same ray. H is scaled to unit trace first; its negative eigenvalues, which noise
+    leaves, count as zero. Where several weights do equally well, which of them is returned is not
+    specified; H = 0 gives equal weights.
 
     Args:
         matrix: H, of shape (n, n); of what row i lacks of a target, ⟨g_i − h, g_j − h⟩.
@@ -83,8 +93,8 @@ def simplex_minimum(matrix: ArrayLike) -> NDArray[np.float64]:
 def _level(depth: NDArray[np.float64], width: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the λ at which Σ max(0, λ − depth)·width = 1; infinite where nothing has a width.
 
-    Filling the i shallowest gives λ_i. It falls as long as the next is shallower than λ_i and rises from
-    there on, so that the least of them is the level.
+    Filling the i shallowest gives λ_i. It falls as long as the next is shallower than λ_i and rises
+    from there on, so that the least of them is the level.
     """
     order = np.argsort(depth, axis=-1)
     depth, width = (np.take_along_axis(array, order, axis=-1) for array in (depth, width))

@@ -1,4 +1,7 @@
-"""Blocks of steps of many copies or runs: what is known beforehand lies in tables, the rest is the same work."""
+"""Blocks of steps of many copies or runs.
+
+What is known beforehand lies in tables, the rest is the same work.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -12,7 +15,10 @@ from coterie.learners.stack import Stack
 
 
 class Block(Protocol):
-    """The next steps of something, to be taken one after the other by the same work; see `training.captured`."""
+    """The next steps of something, to be taken one after the other by the same work.
+
+    See `training.captured`.
+    """
 
     device: torch.device
     total: Tensor  # of all directions in the block: not finite if a gradient is not
@@ -56,7 +62,10 @@ class Repeats(Protocol):
 
     @property
     def held(self) -> Sequence[Tensor]:
-        """Other tensors that a step reads or changes; they stay where they are while the work is the same."""
+        """Other tensors that a step reads or changes.
+
+        They stay where they are while the work is the same.
+        """
 
     def repeats(self) -> int:
         """Return how many of the next steps are the same work; 0 where the next is not."""
@@ -68,7 +77,10 @@ class Repeats(Protocol):
         """Return the numbers of a step."""
 
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
-        """Write the stacks' directions by one row of what is drawn; return the own losses, one or many."""
+        """Write the stacks' directions by one row of what is drawn.
+
+        Return the own losses, one or many.
+        """
 
     def taken(self, n: int, losses: Tensor) -> None:
         """Count n steps, whose own losses are the rows of `losses`."""
@@ -83,15 +95,19 @@ class TakesBlocks(Protocol):
 
 
 class StackBlock:
-    """The next steps of stacks of parameters: rows of indices of examples, and of numbers and step sizes.
+    """The next steps of stacks of parameters.
 
-    `undone`: a block in which a direction is not finite is undone. Many runs go on without the one that it is of.
+    Rows of indices of examples, and of numbers and step sizes.
+
+    `undone`: a block in which a direction is not finite is undone. Many runs go on without the one
+    that it is of.
     """
 
     def __init__(self, learner: Repeats, *, undone: bool = True) -> None:
         self.learner, x, self.undone = learner, learner.stacks[0].x, undone
         self.device = x.device
-        self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
+        # the row of the next step
+        self.counter = torch.zeros(1, dtype=torch.long, device=self.device)
         self.total = x.new_zeros(())
         self.indices: list[Tensor] = []
         self.numbers, self.losses = x.new_zeros(0, 0), x.new_zeros(0, 0)
@@ -118,10 +134,15 @@ class StackBlock:
         learner, rows, self.rates = self.learner, [], []
         for step in range(learner.step, learner.step + n):
             self.rates.append([stack.rates() for stack in learner.stacks])
-            rows.append([*learner.numbers(step), *(rate for rates in self.rates[-1] for rate in rates)])
+            rows.append(
+                [*learner.numbers(step), *(rate for rates in self.rates[-1] for rate in rates)]
+            )
             for stack in learner.stacks:
                 stack.schedule()
-        numbers, row = torch.tensor(rows, dtype=self.total.dtype).reshape(n, -1), learner.step - self.first
+        numbers, row = (
+            torch.tensor(rows, dtype=self.total.dtype).reshape(n, -1),
+            learner.step - self.first,
+        )
         if self.numbers.shape != (self.rows, numbers.shape[1]):
             self.numbers = self.total.new_zeros(self.rows, numbers.shape[1])
         self.numbers[row : row + n].copy_(numbers)
@@ -167,7 +188,9 @@ class StackBlock:
         schedules = [copy.deepcopy(stack.schedules()) for stack in self.learner.stacks]
 
         def restore() -> None:
-            for tensor, value in zip(self._changed(), values, strict=True):  # some may have moved to the device
+            for tensor, value in zip(
+                self._changed(), values, strict=True
+            ):  # some may have moved to the device
                 tensor.copy_(value)
             for stack, schedule in zip(self.learner.stacks, schedules, strict=True):
                 stack.load_schedules(schedule)
@@ -175,12 +198,20 @@ class StackBlock:
         return restore
 
     def signature(self) -> object:
-        """Return what must stay the same for a graph to be used again: where tensors are, and numbers in it."""
+        """Return what must stay the same for a graph to be used again.
+
+        Where tensors are, and numbers in it.
+        """
         tensors = (*self._changed(), *self.indices, self.numbers, self.losses)
-        return [t.data_ptr() for t in tensors], [str(stack.settings()) for stack in self.learner.stacks]
+        return [t.data_ptr() for t in tensors], [
+            str(stack.settings()) for stack in self.learner.stacks
+        ]
 
     def _changed(self) -> list[Tensor]:
-        return [*(tensor for stack in self.learner.stacks for tensor in stack.tensors()), *self.learner.held]
+        return [
+            *(tensor for stack in self.learner.stacks for tensor in stack.tensors()),
+            *self.learner.held,
+        ]
 
     def _draw(self) -> None:
         """Let the tables hold the examples of the next step."""

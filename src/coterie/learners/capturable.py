@@ -1,4 +1,7 @@
-"""Optimizers in captured steps: what they count lies on the device, and step sizes that a schedule changes."""
+"""Optimizers in captured steps.
+
+What they count lies on the device, and step sizes that a schedule changes.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +27,9 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
         for group in optimizer.param_groups:
             group["capturable"] = True
         for parameter, state in optimizer.state.items():
-            state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor)})
+            state.update(
+                {k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor)}
+            )
 
 
 @contextlib.contextmanager
@@ -34,7 +39,8 @@ def at_rates(optimizer: Optimizer, rates: Sequence[float] | Sequence[Tensor]) ->
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = rate
         if isinstance(rate, Tensor) and isinstance(optimizer, SGD):
-            group["fused"], group["foreach"] = True, False  # which alone reads a step size on the device
+            # which alone reads a step size on the device
+            group["fused"], group["foreach"] = True, False
     yield
     for group, was in zip(optimizer.param_groups, before, strict=True):
         group.update(was)
@@ -42,12 +48,21 @@ def at_rates(optimizer: Optimizer, rates: Sequence[float] | Sequence[Tensor]) ->
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Return what an optimizer remembers."""
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+    ]
 
 
 def settings_of(optimizer: Optimizer, *, scheduled: bool) -> list[dict[str, Any]]:
-    """Return the numbers that a captured step has in it; not the step size where a schedule changes it."""
+    """Return the numbers that a captured step has in it.
+
+    Not the step size where a schedule changes it.
+    """
     return [
-        {key: value for key, value in group.items() if key != "params" and not (key == "lr" and scheduled)}
+        {
+            key: value
+            for key, value in group.items()
+            if key != "params" and not (key == "lr" and scheduled)
+        }
         for group in optimizer.param_groups
     ]

@@ -43,8 +43,8 @@ class Learner(ABC):
     """A model, its optimizer, and the best it has been; what it follows says how it steps.
 
     Everything that a later step depends on is in `state_dict`; all randomness is a function of
-    (seed, user, step), so there is no generator to save. The run must be prepared; the parameters of its model
-    become views of the flat vector `x`.
+    (seed, user, step), so there is no generator to save. The run must be prepared; the parameters
+    of its model become views of the flat vector `x`.
     """
 
     can_restart: ClassVar[bool] = True
@@ -83,10 +83,17 @@ class Learner(ABC):
 
     def _holds(self) -> bool:
         """Say whether this step uses what the peers said at the last exchange."""
-        return self.heard is not None and self.step % self.exchange_every > 0 and self.step >= self.listens_from
+        return (
+            self.heard is not None
+            and self.step % self.exchange_every > 0
+            and self.step >= self.listens_from
+        )
 
     def count(self, asked: list[str], steps: int = 1) -> None:
-        """Count what steps cost: gradients of everybody asked who gave one, and parameters sent there and back."""
+        """Count what steps cost.
+
+        Gradients of everybody asked who gave one, and parameters sent there and back.
+        """
         self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
         self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
 
@@ -100,7 +107,10 @@ class Learner(ABC):
     def consider(self, validation_loss: float) -> None:
         """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
         if validation_loss < self.best.get("loss", float("inf")):
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in trained_state(self.model).items()}
+            state = {
+                k: v.clone() if isinstance(v, Tensor) else v
+                for k, v in trained_state(self.model).items()
+            }
             self.best = {"step": self.step, "loss": validation_loss, "model": state}
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(validation_loss)
@@ -126,7 +136,10 @@ class Learner(ABC):
         return None
 
     def account(self, travelled: Mapping[str, Traffic]) -> Mapping[str, Any]:
-        """Return what was found out on the way, and by which traffic, as plain data; empty where nothing was."""
+        """Return what was found out on the way, and by which traffic, as plain data.
+
+        Empty where nothing was.
+        """
         return {}
 
     def models(self) -> dict[str, nn.Module]:
@@ -136,12 +149,14 @@ class Learner(ABC):
     def restart_from(self, other: "Learner", listens_from: int) -> None:
         """Take over another learner's model and optimizer, and listen to nobody until a step.
 
-        Peers are heard again from the first exchange on that is due then: a restart asks nobody more often.
+        Peers are heard again from the first exchange on that is due then: a restart asks nobody
+        more often.
         """
         fresh = self.initial_state() | {"step": self.step}
         due = math.ceil(listens_from / self.exchange_every) * self.exchange_every
         mine = {"rule": fresh, "best": self.best, "listens_from": due, "heard": None}
-        self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)  # else the optimizers would share tensors
+        # else the optimizers would share tensors
+        self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -176,7 +191,8 @@ class RuleLearner(Learner):
 
     def __init__(self, spec: RunSpec, rule: Rule, engine: Engine, costs: Costs) -> None:
         self.rule = rule
-        self._asked_for: tuple[dict[str, float], Tensor] | None = None  # the weights in the last question
+        # the weights in the last question
+        self._asked_for: tuple[dict[str, float], Tensor] | None = None
         super().__init__(spec, engine, costs)
 
     @property
@@ -203,7 +219,10 @@ class RuleLearner(Learner):
         return NextStep(g.own, g.own_loss, g.left_out, partial(self.advance, g))
 
     def gradients(self) -> Gradients:
-        """Ask everybody for gradients at x; nobody but user 0 before step `listens_from` and between exchanges."""
+        """Ask everybody for gradients at x.
+
+        Nobody but user 0 before step `listens_from` and between exchanges.
+        """
         weights = self._weights()
         if self.heard is not None and self._holds():
             g = self._asked({}, rows=False)
@@ -262,7 +281,10 @@ class RuleLearner(Learner):
         return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
 
     def advance(self, g: Gradients) -> None:
-        """Take the step that the rule makes of these gradients; a `GradientError` where it is not finite."""
+        """Take the step that the rule makes of these gradients.
+
+        A `GradientError` where it is not finite.
+        """
         if self.step >= self.listens_from:
             with blaming(f"the rule `{type(self.rule).__name__}`"):
                 direction, state = self._direction(g)
@@ -279,27 +301,36 @@ class RuleLearner(Learner):
         self.finish_step()
 
     def _direction(self, g: Gradients) -> tuple[Tensor, State]:
-        """Return the rule's direction and its next state; between exchanges it learns nothing of its peers.
+        """Return the rule's direction and its next state.
 
-        Then it makes of the new g_0, and of what the peers last said, what it would have made of both at the
+        Between exchanges it learns nothing of its peers.
+
+        Then it makes of the new g_0, and of what the peers last said, what it would have made of
+        both at the
         exchange: bias correction takes off the bias that it took off there.
         """
         if self.heard is not None and self._holds():
             direction, after = self.rule(g, self.heard["state"] | {"step": self.state["step"]})
-            return direction, self.state | {name: after[name] for name in ("step", "weight") if name in after}
+            return direction, self.state | {
+                name: after[name] for name in ("step", "weight") if name in after
+            }
         if self.exchange_every > 1:
             self.heard = _heard(g, self.state)
         return self.rule(g, self.state)
 
     def optimize(self, direction: Tensor) -> None:
         """Let the optimizer move the parameters along a direction, cut to the norm that is allowed."""
-        self.parameters.set_gradient(direction if self.clip_norm is None else cut(direction, self.clip_norm))
+        self.parameters.set_gradient(
+            direction if self.clip_norm is None else cut(direction, self.clip_norm)
+        )
         with blaming("the optimizer"):
             self.optimizer.step()
 
     def tau(self) -> Mapping[str, float]:
         """Return the weight of each peer among the peers in the last step, where there is such a thing."""
-        given = weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
+        given = (
+            weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
+        )
         return {name: given[name] for name in self.engine.names if name in given}
 
 
@@ -308,21 +339,32 @@ def one_rate(optimizer: Optimizer) -> float:
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1:
         raise KnobError(
-            f"`local_steps` are plain steps of one size, but the optimizer's groups have {sorted(rates)}; give all "
-            "groups one `lr`"
+            "`local_steps` are plain steps of one size, but the optimizer's groups have"
+            f" {sorted(rates)}; give all groups one `lr`"
         )
     return rates.pop()
 
 
 def _heard(g: Gradients, state: State) -> dict[str, Any] | None:
-    """Return what later steps use of an exchange: what the peers said, where, and the rule's state before it."""
+    """Return what later steps use of an exchange.
+
+    What the peers said, where, and the rule's state before it.
+    """
     if g.peers is None and g.rows is None:
         return None
     peers = g.peers
     if peers is not None:  # g_0 stands in it for who did not answer
         peers = peers.clone() if g.answered == 1 else peers - (1 - g.answered) * g.own
-    said = {"peers": peers, "rows": None if g.rows is None else g.rows.clone(), "names": list(g.names)}
-    return said | {"answered": g.answered, "x": None if g.x is None else g.x.clone(), "state": state}
+    said = {
+        "peers": peers,
+        "rows": None if g.rows is None else g.rows.clone(),
+        "names": list(g.names),
+    }
+    return said | {
+        "answered": g.answered,
+        "x": None if g.x is None else g.x.clone(),
+        "state": state,
+    }
 
 
 def _with_heard(g: Gradients, heard: Mapping[str, Any]) -> Gradients:
@@ -333,12 +375,16 @@ def _with_heard(g: Gradients, heard: Mapping[str, Any]) -> Gradients:
     return replace(g, peers=peers, rows=heard["rows"], names=names, answered=answered, x=heard["x"])
 
 
-def _with_answers(g: Gradients, answers: Answers, names: Sequence[str], weights: Mapping[str, float]) -> Gradients:
+def _with_answers(
+    g: Gradients, answers: Answers, names: Sequence[str], weights: Mapping[str, float]
+) -> Gradients:
     """Return the own gradient together with what peers answered at the same point."""
     if answers.sums is not None:
         peers, answered = complete(g.own, answers.sums[0], float(answers.answered[0]))
         return replace(g, peers=peers, answered=answered, left_out=answers.left_out)
     matrix = g.own.new_empty(0, len(g.own)) if answers.rows is None else answers.rows[0]
-    there = [name for name, row in zip(names, matrix, strict=False) if name in weights and is_finite(row)]
+    there = [
+        name for name, row in zip(names, matrix, strict=False) if name in weights and is_finite(row)
+    ]
     matrix = matrix[[names.index(name) for name in there]]
     return g.with_peers(matrix, tuple(there), weights, answers.left_out, rows=True)

@@ -1,4 +1,7 @@
-"""Many runs as one program: a pass over the own batches of all, one over the peers', then the rules of all."""
+"""Many runs as one program.
+
+A pass over the own batches of all, one over the peers', then the rules of all.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -24,8 +27,8 @@ from coterie.users.user import User
 class Program:
     """Many runs of one model and loss, all taking a step at a time.
 
-    The runs are prepared, each with its rule; those of one setting of the optimizer come one after the other. The
-    stack holds their parameters in that order.
+    The runs are prepared, each with its rule; those of one setting of the optimizer come one after
+    the other. The stack holds their parameters in that order.
     """
 
     def __init__(self, copies: Copies, specs: Sequence[RunSpec], stack: Stack) -> None:
@@ -39,8 +42,13 @@ class Program:
             asked = [user for user in spec.peers if user.name in tau]
             if asked:
                 heard.append(run)
-                needs.append({pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked})
-        columns = {stream: column for column, stream in enumerate(dict.fromkeys(s for need in needs for s in need))}
+                needs.append(
+                    {pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked}
+                )
+        columns = {
+            stream: column
+            for column, stream in enumerate(dict.fromkeys(s for need in needs for s in need))
+        }
         self._stacked = StackedSums(copies, pool, list(columns))
         self._weights = stack.x.new_zeros(len(needs), len(columns))
         for row, need in zip(self._weights, needs, strict=True):
@@ -54,7 +62,8 @@ class Program:
         factors = [specs[run].norm_bound or torch.inf for run in heard]
         self._bound = NormBound(stack.x.new_tensor(factors), stack.x[heard])
         self.own_loss = stack.x.new_zeros(len(specs), dtype=torch.float64)  # in the last step
-        self.losses = torch.zeros_like(self.own_loss)  # added up; whoever reads them sets them to zero
+        # added up; whoever reads them sets them to zero
+        self.losses = torch.zeros_like(self.own_loss)
         self._sums = stack.x.new_zeros(len(specs))
         self.stacks = (stack,)
 
@@ -74,7 +83,9 @@ class Program:
             own, theirs = direction.index_select(0, self._heard), sums[runs:]
             direction.index_copy_(0, self._heard, rules(own, theirs))
             too_long = self._bound.long_sums(own, theirs)
-            self._sums.index_add_(0, self._heard, torch.zeros_like(own[:, 0]).masked_fill_(too_long, torch.nan))
+            self._sums.index_add_(
+                0, self._heard, torch.zeros_like(own[:, 0]).masked_fill_(too_long, torch.nan)
+            )
         self._sums += direction.sum(1)
         return losses[:runs].double()
 
@@ -84,7 +95,10 @@ class Program:
         return [self._sums, self._bound.longest, *self._rules.memory]
 
     def repeats(self) -> int:
-        """Return how many of the next steps are the same work: all, once the optimizers have their state."""
+        """Return how many of the next steps are the same work.
+
+        All, once the optimizers have their state.
+        """
         return sys.maxsize if self.step and self._rules.repeats() else 0
 
     def drawn(self, step: int) -> list[Tensor]:
@@ -108,7 +122,8 @@ class Program:
 
     def failed(self) -> list[bool]:
         """Say of each run whether a gradient was not finite, or too long, so that its parameters are of no use."""
-        # A finite sum has finite terms, and no knob hides what is not finite: 0 · ∞ is not a number.
+        # A finite sum has finite terms, and no knob hides what is not finite: 0 · ∞ is not a
+        # number.
         return (~self._sums.isfinite()).tolist()
 
     def weight(self, run: int) -> float:
@@ -117,7 +132,9 @@ class Program:
 
     def state(self, run: int) -> State:
         """Return the state of a run's rule after the last step."""
-        return self._rules.state(run) if run in self._listening else {"step": self.step, "weight": 0.0}
+        return (
+            self._rules.state(run) if run in self._listening else {"step": self.step, "weight": 0.0}
+        )
 
     def held_out(self) -> dict[int, tuple[Tree, Tree]]:
         """Return the outputs and targets on the validation set of each run that has one in memory, on the host."""
@@ -129,13 +146,18 @@ HOST = torch.device("cpu")
 
 
 class HeldOut:
-    """The validation sets of many runs, whose models pass over them together; of `users`, one for each row of x."""
+    """The validation sets of many runs, whose models pass over them together.
+
+    Of `users`, one for each row of x.
+    """
 
     def __init__(self, copies: Copies, users: Sequence[User], x: Tensor) -> None:
         self.copies, self._sets = copies, dict[int, tuple[InMemory, list[int]]]()
         for run, user in enumerate(users):
             if isinstance(user.validation, InMemory):
-                held = self._sets.setdefault(id(user.validation), (user.validation.to(x.device), []))
+                held = self._sets.setdefault(
+                    id(user.validation), (user.validation.to(x.device), [])
+                )
                 held[1].append(run)
 
     def outputs(self, x: Tensor) -> dict[int, tuple[Tree, Tree]]:
@@ -144,8 +166,12 @@ class HeldOut:
         for held, runs in self._sets.values():
             targets = mapped(Tensor.cpu, held.targets)
             inputs = mapped(lambda leaf: leaf[None], held.inputs)
-            for some in torch.split(torch.tensor(runs), self.copies.max_copies(held.inputs, len(held))):
-                outputs = mapped(Tensor.cpu, self.copies.outputs(x[some.to(x.device)][None], inputs))
+            for some in torch.split(
+                torch.tensor(runs), self.copies.max_copies(held.inputs, len(held))
+            ):
+                outputs = mapped(
+                    Tensor.cpu, self.copies.outputs(x[some.to(x.device)][None], inputs)
+                )
                 for place, run in enumerate(some.tolist()):
                     by_run[run] = mapped(itemgetter((0, place)), outputs), targets
         return by_run

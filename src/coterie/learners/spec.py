@@ -67,15 +67,22 @@ def _engine(value: Any) -> Any:
     return value
 
 
-MODEL = instance(nn.Module, "a `torch.nn.Module`", {type: "make one of it: `model=Net()`"}, ModelError)
+MODEL = instance(
+    nn.Module, "a `torch.nn.Module`", {type: "make one of it: `model=Net()`"}, ModelError
+)
 LOSS = function(
-    "a function of (output, target), the mean over the batch", {type: "make one of it: `loss=Loss()`"}, ModelError
+    "a function of (output, target), the mean over the batch",
+    {type: "make one of it: `loss=Loss()`"},
+    ModelError,
 )
 _OPTIMIZER = either(
     instance(Optimizer, ""),
     function(
         "a class of `torch.optim`, a function of the parameters, or an optimizer of this model",
-        {str: "write `torch.optim.SGD`", (list, tuple): "one optimizer may have several parameter groups"},
+        {
+            str: "write `torch.optim.SGD`",
+            (list, tuple): "one optimizer may have several parameter groups",
+        },
     ),
 )
 _SCHEDULER = function(
@@ -94,7 +101,9 @@ _HOOKS = listed(
 )
 _TRACKERS = listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'})
 _ENGINE = Check(
-    "be an engine, or a function that makes one", _engine, remedies={type(None): "leave it out for this process"}
+    "be an engine, or a function that makes one",
+    _engine,
+    remedies={type(None): "leave it out for this process"},
 )
 _FORWARD = instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"})
 _YES_NO_AUTO = one_of(*(True, False, None))
@@ -104,8 +113,8 @@ _YES_NO_AUTO = one_of(*(True, False, None))
 class RunSettings(StepSettings):
     """How a model is trained, whether for one user or for everybody.
 
-    A field here is an argument of `coterie.train` and `coterie.train_everyone`. One of plain data that commands,
-    federations and records should have as well stands in `StepSettings`.
+    A field here is an argument of `coterie.train` and `coterie.train_everyone`. One of plain data
+    that commands, federations and records should have as well stands in `StepSettings`.
     """
 
     optimizer: Annotated[
@@ -127,7 +136,10 @@ class RunSettings(StepSettings):
     ] = None
     clip_norm: Annotated[
         float | None,
-        Setting("Norm that the rule's direction is clipped to; not clipped when None.", optional(POSITIVE)),
+        Setting(
+            "Norm that the rule's direction is clipped to; not clipped when None.",
+            optional(POSITIVE),
+        ),
     ] = None
     norm_bound: Annotated[
         float | None,
@@ -149,12 +161,14 @@ class RunSettings(StepSettings):
     metrics: Annotated[
         Mapping[str, Metric] | None,
         Setting(
-            "By name, functions of (outputs, targets) over a whole set; accuracy or RMSE when None.",
+            "By name, functions of (outputs, targets) over a whole set; accuracy or RMSE when"
+            " None.",
             optional(_METRICS),
         ),
     ] = None
     evaluate_every: Annotated[
-        int | None, Setting("Steps between evaluations; a fiftieth of the run when None.", optional(COUNT))
+        int | None,
+        Setting("Steps between evaluations; a fiftieth of the run when None.", optional(COUNT)),
     ] = None
     out: Annotated[
         Path | str | None,
@@ -172,13 +186,20 @@ class RunSettings(StepSettings):
         ),
     ] = None
     checkpoint_every: Annotated[
-        int | None, Setting("Steps between checkpoints in `out`; a tenth of the run when None.", optional(COUNT))
+        int | None,
+        Setting(
+            "Steps between checkpoints in `out`; a tenth of the run when None.", optional(COUNT)
+        ),
     ] = None
     resume: Annotated[
-        bool, Setting("Go on from the last checkpoint in `out`; from the start where there is none.", FLAG)
+        bool,
+        Setting(
+            "Go on from the last checkpoint in `out`; from the start where there is none.", FLAG
+        ),
     ] = False
     progress: Annotated[
-        bool | None, Setting("Show a progress bar; None: when standard error is a terminal.", _YES_NO_AUTO)
+        bool | None,
+        Setting("Show a progress bar; None: when standard error is a terminal.", _YES_NO_AUTO),
     ] = None
     guard: Annotated[
         Literal["auto", "held-out", "off"],
@@ -214,11 +235,17 @@ class RunSettings(StepSettings):
     def __post_init__(self) -> None:
         check_settings(self)
         for name in RESERVED_METRICS & set(self.metrics or ()):
-            raise KnobError(f"a metric cannot be called {name!r}, as the record has its own; rename it")
+            raise KnobError(
+                f"a metric cannot be called {name!r}, as the record has its own; rename it"
+            )
         if self.resume and self.out is None:
-            raise KnobError("`resume` has no effect without `out`; name the folder of the run, or leave it out")
+            raise KnobError(
+                "`resume` has no effect without `out`; name the folder of the run, or leave it out"
+            )
         if self.out is None and self.trackers:
-            raise KnobError("`trackers` follow a run that has a folder; name it by `out`, or leave them out")
+            raise KnobError(
+                "`trackers` follow a run that has a folder; name it by `out`, or leave them out"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +274,9 @@ class RunSpec(RunSettings):
     me: Annotated[
         User,
         Setting(
-            "User 0; its validation set chooses the best model, its test set is evaluated once, at the end.", USER
+            "User 0; its validation set chooses the best model, its test set is evaluated once, at"
+            " the end.",
+            USER,
         ),
     ]
     peers: Annotated[Sequence[User], Setting("The others.", PEERS)]
@@ -264,7 +293,8 @@ class RunSpec(RunSettings):
     epochs: Annotated[
         int | None,
         Setting(
-            "In the place of `steps`, as many as user 0 has batches in so many passes over its examples.",
+            "In the place of `steps`, as many as user 0 has batches in so many passes over its"
+            " examples.",
             optional(COUNT),
         ),
     ] = None
@@ -288,7 +318,10 @@ class RunSpec(RunSettings):
     ] = None
     forward_options: Annotated[
         ForwardOptions,
-        Setting("Autocast, channels last and `torch.compile` for training; see `ForwardOptions`.", _FORWARD),
+        Setting(
+            "Autocast, channels last and `torch.compile` for training; see `ForwardOptions`.",
+            _FORWARD,
+        ),
     ] = DEFAULT_FORWARD
     engine: Annotated[
         Engine | MakeEngine,
@@ -309,7 +342,9 @@ class RunSpec(RunSettings):
     def _steps_in(self, epochs: int) -> int:
         """Return how many batches user 0 has in some passes over its examples."""
         if self.steps != StepSettings.steps:
-            raise KnobError(f"`steps` ({self.steps}) and `epochs` ({epochs}) were both given; leave one out")
+            raise KnobError(
+                f"`steps` ({self.steps}) and `epochs` ({epochs}) were both given; leave one out"
+            )
         if self.me.is_stream:
             raise KnobError("`epochs` has no meaning for a stream, which has no end; give `steps`")
         return epochs * math.ceil(len(self.me) / self.batch_size)
@@ -322,7 +357,11 @@ class RunSpec(RunSettings):
     @property
     def save_every(self) -> int:
         """Steps between checkpoints."""
-        return max(1, self.steps // 10) if self.checkpoint_every is None else int(self.checkpoint_every)
+        return (
+            max(1, self.steps // 10)
+            if self.checkpoint_every is None
+            else int(self.checkpoint_every)
+        )
 
     def prepared(self) -> Self:
         """Return the same run with copies of model and loss on the device, and of its optimizer, made."""
@@ -330,20 +369,26 @@ class RunSpec(RunSettings):
         if isinstance(self.optimizer, Optimizer):
             if self.lr is not None:
                 raise KnobError(
-                    f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in the optimizer"
+                    f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in"
+                    " the optimizer"
                 )
             model, optimizer = _copied((self.model, self.optimizer), self.model)
             model = _moved(model, self.device)
         else:
             model = _moved(_copied(self.model, self.model), self.device)
             trainable = list(Parameters(model).named.values())
-            optimizer = _made(self.optimizer or Adam, trainable, {} if self.lr is None else {"lr": self.lr})
+            optimizer = _made(
+                self.optimizer or Adam, trainable, {} if self.lr is None else {"lr": self.lr}
+            )
         ours = {id(p) for p in model.parameters()}
         if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
-            raise ModelError("the optimizer holds parameters of another model; make it from `model.parameters()`")
+            raise ModelError(
+                "the optimizer holds parameters of another model; make it from `model.parameters()`"
+            )
         if isinstance(optimizer, LBFGS):
             raise KnobError(
-                "LBFGS evaluates the loss several times a step; use an optimizer that takes one gradient"
+                "LBFGS evaluates the loss several times a step; use an optimizer that takes one"
+                " gradient"
             )
         loss = on_device(self.loss, Parameters(model).device)
         ready = replace(self, model=model, loss=loss, optimizer=optimizer, lr=None, device=None)
@@ -360,10 +405,15 @@ class RunSpec(RunSettings):
     def in_process(self, **options: Any) -> InProcess:
         """Return an engine over the users of a run that is prepared, in this process."""
         users = self.me, self.peers
-        return InProcess(self.model, self.loss, *users, batch_size=self.batch_size, seed=self.seed, **options)
+        return InProcess(
+            self.model, self.loss, *users, batch_size=self.batch_size, seed=self.seed, **options
+        )
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return the scheduler of an optimizer; None if it follows the validation loss, which is not known here."""
+        """Return the scheduler of an optimizer.
+
+        None if it follows the validation loss, which is not known here.
+        """
         made = self.made_scheduler(optimizer)
         return None if isinstance(made, ReduceLROnPlateau) else made
 
@@ -375,8 +425,8 @@ class RunSpec(RunSettings):
             made = self.scheduler(optimizer)
         if not isinstance(made, LRScheduler):
             raise KnobError(
-                f"`scheduler` must return a scheduler of `torch.optim.lr_scheduler`, got {shown(made)}; write "
-                "`scheduler=lambda optimizer: StepLR(optimizer, 10)`"
+                "`scheduler` must return a scheduler of `torch.optim.lr_scheduler`, got"
+                f" {shown(made)}; write `scheduler=lambda optimizer: StepLR(optimizer, 10)`"
             )
         return made
 
@@ -391,15 +441,21 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
         why = str(error).partition("\n")[0]
-        raise KnobError(f"`device` {str(device)!r} cannot be used here: {why}; leave it out for the CPU") from error
+        raise KnobError(
+            f"`device` {str(device)!r} cannot be used here: {why}; leave it out for the CPU"
+        ) from error
 
 
-def _made(make: Callable[..., Optimizer], parameters: list[nn.Parameter], settings: Mapping[str, Any]) -> Optimizer:
+def _made(
+    make: Callable[..., Optimizer], parameters: list[nn.Parameter], settings: Mapping[str, Any]
+) -> Optimizer:
     """Return the optimizer that a class or a function makes."""
     with blaming("`optimizer`, called with the parameters" + (" and `lr`," if settings else ",")):
         optimizer = make(parameters, **settings)
     if not isinstance(optimizer, Optimizer):
-        raise KnobError(f"`optimizer` must make an optimizer of `torch.optim`, got {shown(optimizer)}")
+        raise KnobError(
+            f"`optimizer` must make an optimizer of `torch.optim`, got {shown(optimizer)}"
+        )
     return optimizer
 
 

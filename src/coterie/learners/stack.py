@@ -20,7 +20,9 @@ from coterie.learners.spec import RunSpec
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-"""The optimizers of `torch.optim` that treat every number of a parameter by itself. Adagrad does too, but makes its
+"""The optimizers of `torch.optim` that treat every number of a parameter by itself.
+
+Adagrad does too, but makes its
 state before the first step, when the parameters are not stacked yet."""
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -38,11 +40,13 @@ def why_not_stacked(optimizer: Optimizer) -> str | None:
 class Stack:
     """Rows of parameters, and an optimizer for all rows that have the same settings.
 
-    An optimizer that works element by element treats stacked parameters as it treats each by itself. Where it does
-    not (`why_not_stacked`), a setting of one row has an optimizer over parameters in the model's shapes.
+    An optimizer that works element by element treats stacked parameters as it treats each by
+    itself. Where it does not (`why_not_stacked`), a setting of one row has an optimizer over
+    parameters in the model's shapes.
 
-    `x`, of shape (K, d), is where each run starts; it is changed in place. `settings`, in the order of the rows: a
-    prepared run whose model, optimizer and scheduler they have, and how many rows those are.
+    `x`, of shape (K, d), is where each run starts; it is changed in place. `settings`, in the order
+    of the rows: a prepared run whose model, optimizer and scheduler they have, and how many rows
+    those are.
     """
 
     def __init__(self, x: Tensor, settings: Sequence[tuple[RunSpec, int]]) -> None:
@@ -56,7 +60,9 @@ class Stack:
             rows: slice | int = slice(first, first + count)
             if why_not_stacked(spec.made_optimizer):
                 if count > 1:
-                    raise ValueError("an optimizer that does not work element by element steps one row")
+                    raise ValueError(
+                        "an optimizer that does not work element by element steps one row"
+                    )
                 rows = first
             optimizer = _over(spec, x[rows], self.direction[rows])
             self._steps.append((optimizer, spec.schedule(optimizer)))
@@ -107,11 +113,17 @@ class Stack:
 
     def tensors(self) -> list[Tensor]:
         """Return the rows, and what the optimizers remember."""
-        return [self.x, *(tensor for optimizer, _ in self._steps for tensor in state_tensors(optimizer))]
+        return [
+            self.x,
+            *(tensor for optimizer, _ in self._steps for tensor in state_tensors(optimizer)),
+        ]
 
     def settings(self) -> list[Any]:
         """Return the numbers that a captured step has in it."""
-        return [settings_of(optimizer, scheduled=bool(scheduler)) for optimizer, scheduler in self._steps]
+        return [
+            settings_of(optimizer, scheduled=bool(scheduler))
+            for optimizer, scheduler in self._steps
+        ]
 
     def schedules(self) -> list[dict[str, Any]]:
         """Return where the schedules are: their states, and the step sizes."""
@@ -133,7 +145,9 @@ class Stack:
 
     def forked(self, origins: Sequence[Sequence[int]]) -> "Stack":
         """Return a stack made by `of` whose rows are means of rows of this, optimizer's state included."""
-        other = Stack.of(self._settings[0][0], torch.stack([_mean(self.x[list(rows)]) for rows in origins]))
+        other = Stack.of(
+            self._settings[0][0], torch.stack([_mean(self.x[list(rows)]) for rows in origins])
+        )
         together = len(self._settings) == 1
         sources = [[0]] if together else origins
         for (optimizer, scheduler), places in zip(other._steps, sources, strict=True):
@@ -175,10 +189,14 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _take_state(new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Sequence[int]] | None) -> None:
+def _take_state(
+    new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Sequence[int]] | None
+) -> None:
     """Let an optimizer go on from others: from rows of one, or from the mean of some."""
     for group, old_group in zip(new.param_groups, olds[0].param_groups, strict=True):
-        group.update({key: copy.deepcopy(value) for key, value in old_group.items() if key != "params"})
+        group.update(
+            {key: copy.deepcopy(value) for key, value in old_group.items() if key != "params"}
+        )
     befores = list(zip(*map(_parameters, olds), strict=True))
     for p, before in zip(_parameters(new), befores, strict=True):
         states: list[dict[str, Any]] = [old.state[q] for old, q in zip(olds, before, strict=True)]
@@ -190,14 +208,19 @@ def _take_state(new: Optimizer, olds: Sequence[Optimizer], origins: Sequence[Seq
                 fresh[key] = _mean(torch.stack([state[key] for state in states])).clone()
             else:
                 by_row = value.shape == before[0].shape
-                fresh[key] = torch.stack([_mean(value[list(o)]) for o in origins]) if by_row else value.clone()
+                fresh[key] = (
+                    torch.stack([_mean(value[list(o)]) for o in origins])
+                    if by_row
+                    else value.clone()
+                )
         new.state[p] = fresh
 
 
 def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
     """Return a copy of the optimizer that holds rows of parameters, or one row, in the place of the model's."""
     optimizer = copy.deepcopy(spec.made_optimizer, {id(p): p for p in spec.model.parameters()})
-    optimizer._warned_capturable_if_run_uncaptured = True  # single steps beside captured ones are meant
+    # single steps beside captured ones are meant
+    optimizer._warned_capturable_if_run_uncaptured = True
     parameters = Parameters(spec.model)
     names = {id(p): name for name, p in parameters.named.items()}
     values, slopes = parameters.unflatten(x), parameters.unflatten(direction)
@@ -223,5 +246,10 @@ def _fused(optimizer: Optimizer, group: Mapping[str, Any], x: Tensor) -> dict[st
     It reads memory in order: x must be whole, not columns of a larger matrix.
     """
     asked = any(group.get(key) for key in ("foreach", "fused", "capturable", "differentiable"))
-    can = type(optimizer) in FUSED and x.device.type == "cpu" and x.is_floating_point() and x.is_contiguous()
+    can = (
+        type(optimizer) in FUSED
+        and x.device.type == "cpu"
+        and x.is_floating_point()
+        and x.is_contiguous()
+    )
     return {"fused": True} if can and not asked else {}

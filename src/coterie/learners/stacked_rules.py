@@ -1,4 +1,7 @@
-"""The rules of many runs at once: each kind of rule is called once, on the gradients of all its runs."""
+"""The rules of many runs at once.
+
+Each kind of rule is called once, on the gradients of all its runs.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields
@@ -16,7 +19,10 @@ Call: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class StackedRules:
-    """The rules of many runs by number, in the order of the rows of x (R, d). All peers answer in every step."""
+    """The rules of many runs by number, in the order of the rows of x (R, d).
+
+    All peers answer in every step.
+    """
 
     def __init__(self, rules: Mapping[int, FormulaRule], x: Tensor) -> None:
         kinds: dict[Hashable, list[int]] = {}
@@ -24,7 +30,9 @@ class StackedRules:
             kinds.setdefault(_kind(rule), []).append(row)
         runs, each = list(rules), list(rules.values())
         self._groups = [_Group([each[row] for row in rows], rows, x) for rows in kinds.values()]
-        places = ((group, *pair) for group in self._groups for pair in enumerate(group.rows.tolist()))
+        places = (
+            (group, *pair) for group in self._groups for pair in enumerate(group.rows.tolist())
+        )
         self._places = {runs[row]: (group, place) for group, place, row in places}
 
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
@@ -32,7 +40,10 @@ class StackedRules:
         return self._directions(own, peers, self._groups)
 
     def repeat(self, own: Tensor, peers: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the direction of each run by the knobs in `numbers`, those of `numbers_at`; `taken` counts it."""
+        """Return the direction of each run by the knobs in `numbers`, those of `numbers_at`.
+
+        `taken` counts it.
+        """
         calls, first = [], 0
         for group in self._groups:
             last = first + len(group.names) * len(group.rows)
@@ -100,16 +111,21 @@ class _Group:
 
     def __call__(self, own: Tensor, peers: Tensor) -> Tensor:
         """Return the directions of these runs."""
-        following = [rule.next_knobs(plain) for rule, plain in zip(self.distinct, self.plains, strict=True)]
+        following = [
+            rule.next_knobs(plain) for rule, plain in zip(self.distinct, self.plains, strict=True)
+        ]
         values = [numbers for numbers, _ in following]
         if values != self.values:
             columns = {name: [values[place][name] for place in self.which] for name in self.names}
-            knobs = {name: self.x.new_tensor(column).unsqueeze(1) for name, column in columns.items()}
+            knobs = {
+                name: self.x.new_tensor(column).unsqueeze(1) for name, column in columns.items()
+            }
             self.values, self.stacked = values, self.rule.with_knobs(knobs)
         direction, state = self.stacked(Gradients(own, peers), self.state)
         self.plains = [plain for _, plain in following]
         self._ahead = self.plains[0]["step"], self.plains
-        self.state = {**state, **self.plains[0]}  # the numbers that a step depends on are the same in all runs
+        # the numbers that a step depends on are the same in all runs
+        self.state = {**state, **self.plains[0]}
         return direction  # type: ignore[no-any-return]
 
     def numbers_at(self, step: int) -> list[float]:
@@ -120,14 +136,21 @@ class _Group:
 
     def _plains_at(self, step: int) -> list[State]:
         """Return the plain parts of the states before a step that is to come."""
-        at, plains = self._ahead if self._ahead[0] <= step else (self.plains[0]["step"], self.plains)
+        at, plains = (
+            self._ahead if self._ahead[0] <= step else (self.plains[0]["step"], self.plains)
+        )
         for _ in range(at, step):
-            plains = [rule.next_knobs(plain)[1] for rule, plain in zip(self.distinct, plains, strict=True)]
+            plains = [
+                rule.next_knobs(plain)[1] for rule, plain in zip(self.distinct, plains, strict=True)
+            ]
         self._ahead = step, plains
         return plains
 
     def repeat(self, own: Tensor, peers: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the directions by the knobs in `numbers`; the state's tensors stay where they are."""
+        """Return the directions by the knobs in `numbers`.
+
+        The state's tensors stay where they are.
+        """
         columns = torch.stack(list(numbers)).view(len(self.names), -1, 1) if numbers else ()
         rule = self.rule.with_knobs(dict(zip(self.names, columns, strict=True)))
         direction, state = rule(Gradients(own, peers), self.state)
@@ -147,7 +170,12 @@ class _Group:
 
 
 def _kind(rule: FormulaRule) -> Hashable:
-    """Return what rules must have in common to be called together: the type, and all but knobs and weights."""
+    """Return what rules must have in common to be called together.
+
+    The type, and all but knobs and weights.
+    """
     apart = {*knob_names(rule), "tau"}
     values = [getattr(rule, field.name) for field in fields(rule) if field.name not in apart]  # type: ignore[arg-type]
-    return type(rule), tuple(value if isinstance(value, Hashable) else id(value) for value in values)
+    return type(rule), tuple(
+        value if isinstance(value, Hashable) else id(value) for value in values
+    )

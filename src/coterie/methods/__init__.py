@@ -1,4 +1,7 @@
-"""The methods that coterie is compared with, over the same users, record and costs. See docs/methods.md."""
+"""The methods that coterie is compared with, over the same users, record and costs.
+
+See docs/methods.md.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -102,7 +105,10 @@ _SAMPLES = [{"method": FedAvg(k)} for k in (1, 5)]
 _MOMENTA = [{"momentum": m} for m in (0.0, 0.9)]
 _DITTO = [{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0.03, 0.3)]
 _MIXINGS = [{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))]
-_SIZES = {"own_examples": FromRun(lambda run: run.own_examples), "peers": FromRun(lambda run: run.sizes)}
+_SIZES = {
+    "own_examples": FromRun(lambda run: run.own_examples),
+    "peers": FromRun(lambda run: run.sizes),
+}
 
 
 def entry_of(name: str) -> Entry[Callable[..., Any]]:
@@ -117,7 +123,8 @@ def entry_of(name: str) -> Entry[Callable[..., Any]]:
     if name in METHODS:
         return METHODS.entry(name)
     raise KnobError(
-        f"unknown rule {name!r}; the rules are {', '.join(RULES)}, and the methods {', '.join(METHODS)}"
+        f"unknown rule {name!r}; the rules are {', '.join(RULES)}, and the methods"
+        f" {', '.join(METHODS)}"
     )
 
 
@@ -146,19 +153,39 @@ RULES.register(
 METHODS.register("fedavg", FedAvg, benchmark_settings=[{"local_steps": 1}, _FIVE])
 METHODS.register("fedavg-tuned", FineTuning, defaults=_TUNED[0], benchmark_settings=_TUNED)
 METHODS.register("fedavg-sampled", Sampled, defaults=_HALF, benchmark_settings=_SAMPLES)
-METHODS.register("fedprox", FedProx, benchmark_settings=[_FIVE | {"penalty": p} for p in (0.1, 1.0)])
-METHODS.register("afl", AFL, benchmark_settings=[{"weight_lr": rate, "averaged": True} for rate in (0.01, 0.1)])
+METHODS.register(
+    "fedprox", FedProx, benchmark_settings=[_FIVE | {"penalty": p} for p in (0.1, 1.0)]
+)
+METHODS.register(
+    "afl", AFL, benchmark_settings=[{"weight_lr": rate, "averaged": True} for rate in (0.01, 0.1)]
+)
 METHODS.register("q-ffl", QFFL, benchmark_settings=[_FIVE | {"q": q} for q in (0.2, 1.0)])
-METHODS.register("per-fedavg", PerFedAvg, benchmark_settings=[{"local_steps": k, "inner_lr": 0.1} for k in (2, 5)])
+METHODS.register(
+    "per-fedavg",
+    PerFedAvg,
+    benchmark_settings=[{"local_steps": k, "inner_lr": 0.1} for k in (2, 5)],
+)
 METHODS.register("ditto", Ditto, benchmark_settings=_DITTO)
-METHODS.register("apfl", APFL, benchmark_settings=[_FIVE | {"learned": learned} for learned in (False, True)])
-METHODS.register("l2gd", L2GD, benchmark_settings=[_FIVE | {"penalty": p, "probability": 0.3} for p in (0.03, 0.3)])
+METHODS.register(
+    "apfl", APFL, benchmark_settings=[_FIVE | {"learned": learned} for learned in (False, True)]
+)
+METHODS.register(
+    "l2gd",
+    L2GD,
+    benchmark_settings=[_FIVE | {"penalty": p, "probability": 0.3} for p in (0.03, 0.3)],
+)
 METHODS.register("mapper", Mapper, benchmark_settings=_MIXINGS)
-METHODS.register("hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"clusters": q} for q in (2, 3)])
-METHODS.register("pfedme", PFedMe, benchmark_settings=[{"penalty": p, "inner_lr": 0.1} for p in (0.3, 1.0)])
+METHODS.register(
+    "hyp-cluster", HypCluster, benchmark_settings=[_FIVE | {"clusters": q} for q in (2, 3)]
+)
+METHODS.register(
+    "pfedme", PFedMe, benchmark_settings=[{"penalty": p, "inner_lr": 0.1} for p in (0.3, 1.0)]
+)
 METHODS.register("fedala", FedALA, benchmark_settings=[{"weight_lr": rate} for rate in (1.0, 10.0)])
 METHODS.register(
-    "fedamp", FedAMP, benchmark_settings=[{"penalty": p, "scale": s} for p, s in ((0.1, 1.0), (1.0, 10.0))]
+    "fedamp",
+    FedAMP,
+    benchmark_settings=[{"penalty": p, "scale": s} for p, s in ((0.1, 1.0), (1.0, 10.0))],
 )
 METHODS.register("fedper", FedPer, benchmark_settings=[{"local_steps": 1}, _FIVE])
 METHODS.register("fedrep", FedRep, benchmark_settings=[{"local_steps": k} for k in (1, 5)])
@@ -180,12 +207,21 @@ METHODS.register("saga", SAGA, benchmark_settings=_FIVE_OR_TEN)
 METHODS.register(
     "sag",
     SAGA,
-    description="Update one block's gradient in the table, and step by the table's mean: less noise, some bias.",
+    description=(
+        "Update one block's gradient in the table, and step by the table's mean: less noise, some"
+        " bias."
+    ),
     defaults={"biased": True},
     benchmark_settings=_FIVE_OR_TEN,
 )
 METHODS.register("mvr", MVR, benchmark_settings=[{"rate": rate} for rate in (0.03, 0.3)])
-METHODS.register("fedfomo", FedFomo, benchmark_settings=[{"start": start} for start in ("own", "mine")])
-METHODS.register("waffle", Waffle, defaults=_ROUNDS, benchmark_settings=[{"slope": s} for s in (1.6, 3.2)])
-METHODS.register("user-centric", UserCentric, benchmark_settings=[{"clusters": c} for c in (None, 2)])
+METHODS.register(
+    "fedfomo", FedFomo, benchmark_settings=[{"start": start} for start in ("own", "mine")]
+)
+METHODS.register(
+    "waffle", Waffle, defaults=_ROUNDS, benchmark_settings=[{"slope": s} for s in (1.6, 3.2)]
+)
+METHODS.register(
+    "user-centric", UserCentric, benchmark_settings=[{"clusters": c} for c in (None, 2)]
+)
 METHODS.register("selfish", Selfish, benchmark_settings=[{"alpha": alpha} for alpha in (0.6, None)])

@@ -1,4 +1,7 @@
-"""The users of a federated method: each computes at a point of its own, and what it computes is counted."""
+"""The users of a federated method.
+
+Each computes at a point of its own, and what it computes is counted.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,9 +31,9 @@ class Pull(NamedTuple):
 class Clients:
     """Ask all users of a method, user 0 first, and count what they compute and send.
 
-    Points are rows, one for each user in the order of `names`. Where a peer's gradient is not finite, its row
-    becomes zero, so that the peer takes no step, and `left_out` names it. A peer that does not take part in a round
-    (`sample`) is not asked, and its row is zero too.
+    Points are rows, one for each user in the order of `names`. Where a peer's gradient is not
+    finite, its row becomes zero, so that the peer takes no step, and `left_out` names it. A peer
+    that does not take part in a round (`sample`) is not asked, and its row is zero too.
 
     Args:
         engine: computes the gradients.
@@ -61,12 +64,17 @@ class Clients:
         self.costs = costs
         self.left_out: dict[str, str] = {}
         self.own_losses: list[float] = []
-        counts = torch.tensor([float(len(user)) for user in self._users.values()], dtype=torch.float64)
+        counts = torch.tensor(
+            [float(len(user)) for user in self._users.values()], dtype=torch.float64
+        )
         self.sizes = counts.to(self.engine.parameters.device, self.engine.parameters.dtype)
 
     @cached_property
     def engine(self) -> AnswersAtOwnPoints:
-        """The engine, where users are in this process; what only they can answer is refused elsewhere."""
+        """The engine, where users are in this process.
+
+        What only they can answer is refused elsewhere.
+        """
         return require(self.asked, "own_points", "this method")
 
     @property
@@ -82,7 +90,10 @@ class Clients:
 
     @property
     def personal(self) -> int:
-        """How many users' personal models a method keeps: all users', or where they are elsewhere user 0's."""
+        """How many users' personal models a method keeps.
+
+        All users', or where they are elsewhere user 0's.
+        """
         return len(self.names) if self.here else 1
 
     @contextmanager
@@ -120,7 +131,10 @@ class Clients:
         return [name for name, here in zip(self.names, self.present.tolist(), strict=True) if here]
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
-        """Return each user's gradient at its point, on its batch of this step; one row asks user 0 alone."""
+        """Return each user's gradient at its point, on its batch of this step.
+
+        One row asks user 0 alone.
+        """
         if self.present is None or len(points) == 1:
             rows, loss = self.engine.each(points, step)
             self.costs.compute(self.names[: len(points)])
@@ -145,7 +159,8 @@ class Clients:
     ) -> Tensor:
         """Let every user take plain steps from its point, x_k ← x_k − η (g_k(x_k) + a_k + λ (x_k − w)).
 
-        `points` and a_k, in `add`, are a row for each user, as may be w; one row of points moves user 0 alone.
+        `points` and a_k, in `add`, are a row for each user, as may be w; one row of points moves
+        user 0 alone.
         """
         for k in range(count):
             gradients = self.gradients(points, step + k)
@@ -157,7 +172,10 @@ class Clients:
         return points
 
     def full_gradients(self, points: Tensor) -> Tensor:
-        """Return each user's gradient at its point over all its examples; one row asks user 0 alone."""
+        """Return each user's gradient at its point over all its examples.
+
+        One row asks user 0 alone.
+        """
         rows, asked = torch.zeros_like(points), set(self._asked())
         for row, name, x in zip(rows, self.names, points, strict=False):
             if name in asked:
@@ -184,7 +202,10 @@ class Clients:
         return gradient
 
     def losses(self, points: Tensor, step: int) -> Tensor:
-        """Return each user's loss at its point, on its batch of this step; running statistics stay as they are."""
+        """Return each user's loss at its point, on its batch of this step.
+
+        Running statistics stay as they are.
+        """
         return self.engine.losses(points, step)
 
     def losses_over_all(self, models: Tensor, step: int) -> Tensor:
@@ -221,5 +242,7 @@ class Clients:
 def losses_held_out(engine: AnswersAtOwnPoints, me: User, points: Tensor) -> Tensor:
     """Return user 0's mean validation loss at each of these points."""
     if me.validation is None:
-        raise DataError(f"this method compares models on validation examples, but {me.name!r} has none")
+        raise DataError(
+            f"this method compares models on validation examples, but {me.name!r} has none"
+        )
     return engine.losses_over(me.validation, points)

@@ -1,4 +1,7 @@
-"""The users of a federated method whose examples are elsewhere: peers are asked to take steps of their own."""
+"""The users of a federated method whose examples are elsewhere.
+
+Peers are asked to take steps of their own.
+"""
 
 import math
 from functools import cached_property
@@ -24,9 +27,10 @@ ALL = 2**31
 class ClientsElsewhere(Clients):
     """Ask user 0 here and its peers elsewhere; the local steps of a round are one exchange.
 
-    Methods that need no more than `gradients`, `full_gradients` and `local_steps` run on every engine whose peers
-    take steps of their own; what needs their losses is refused. A peer that does not answer takes no step. The
-    personal models of a method are user 0's alone (`personal`): others do not show theirs.
+    Methods that need no more than `gradients`, `full_gradients` and `local_steps` run on every
+    engine whose peers take steps of their own; what needs their losses is refused. A peer that does
+    not answer takes no step. The personal models of a method are user 0's alone (`personal`):
+    others do not show theirs.
 
     Args:
         engine: computes the gradients.
@@ -57,8 +61,8 @@ class ClientsElsewhere(Clients):
     def engine(self) -> NoReturn:
         """Refuse what only users in this process can answer."""
         raise KnobError(
-            "this method needs all users in one process, as peers elsewhere give gradients and local steps alone; "
-            "train where all examples are, or take another, such as `FedAvg`"
+            "this method needs all users in one process, as peers elsewhere give gradients and"
+            " local steps alone; train where all examples are, or take another, such as `FedAvg`"
         )
 
     @property
@@ -68,9 +72,14 @@ class ClientsElsewhere(Clients):
 
     @property
     def sizes(self) -> Tensor:  # type: ignore[override]  # peers tell theirs when they answer
-        """How many examples each user has; as many as the mean of the others where it is not known."""
+        """How many examples each user has.
+
+        As many as the mean of the others where it is not known.
+        """
         known = self.asked.capabilities.examples
-        told = [float(known[name] or math.nan) if name in known else math.nan for name in self.names]
+        told = [
+            float(known[name] or math.nan) if name in known else math.nan for name in self.names
+        ]
         counts = torch.tensor(told, dtype=torch.float64)
         counts = counts.nan_to_num(nan=float(counts.nanmean()))
         return counts.to(self.own.parameters.device, self.own.parameters.dtype)
@@ -82,7 +91,10 @@ class ClientsElsewhere(Clients):
         return torch.cat([own[None], rows])
 
     def full_gradients(self, points: Tensor) -> Tensor:
-        """Return each user's gradient at its point over all its examples; one row asks user 0 alone."""
+        """Return each user's gradient at its point over all its examples.
+
+        One row asks user 0 alone.
+        """
         whole = self.blocks(self.me.name, 1)[0]
         own, loss = self.own.on(self.me.name, points[0], whole, 0)
         self.costs.compute(self.names[:1], len(whole))
@@ -100,7 +112,10 @@ class ClientsElsewhere(Clients):
         add: Tensor | None = None,
         pull: Pull | None = None,
     ) -> Tensor:
-        """Let every user take plain steps from its point, the peers' in one exchange; see `Clients.local_steps`."""
+        """Let every user take plain steps from its point, the peers' in one exchange.
+
+        See `Clients.local_steps`.
+        """
         if pull is not None:
             drawn = (-pull.strength * pull.centre).expand_as(points)
             add = drawn if add is None else add + drawn
@@ -122,9 +137,18 @@ class ClientsElsewhere(Clients):
         self.own_losses.append(float(g.own_loss))
         return g.own
 
-    def _answers(self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None) -> Tensor:
-        """Return what the peers that take part give at their rows of `points`; zeros where one gives nothing."""
-        here = range(len(self.names)) if self.present is None else self.present.nonzero().flatten().tolist()
+    def _answers(
+        self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None
+    ) -> Tensor:
+        """Return what the peers that take part give at their rows of `points`.
+
+        Zeros where one gives nothing.
+        """
+        here = (
+            range(len(self.names))
+            if self.present is None
+            else self.present.nonzero().flatten().tolist()
+        )
         before, self.left_out = self.left_out, {}
         rows = self._given(points, step, work, batch_size, list(here)[1:])
         silent, self.left_out = gave_nothing(self.left_out), before | self.left_out
@@ -133,19 +157,30 @@ class ClientsElsewhere(Clients):
         return rows
 
     def _given(
-        self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None, asked: list[int]
+        self,
+        points: Tensor,
+        step: int,
+        work: LocalWork | None,
+        batch_size: int | None,
+        asked: list[int],
     ) -> Tensor:
         """Ask the peers at these places among all users, and return a row for each peer."""
         given = torch.zeros_like(points[1:])
         alike = bool((points[1:] == points[1]).all()) and (work is None or work.add is None)
-        groups = [asked] if alike else [asked[k : k + MAX_POINTS] for k in range(0, len(asked), MAX_POINTS)]
+        groups = (
+            [asked]
+            if alike
+            else [asked[k : k + MAX_POINTS] for k in range(0, len(asked), MAX_POINTS)]
+        )
         for group in filter(None, groups):
             places = group[:1] if alike else group
             weights = torch.full((len(places), len(self.names) - 1), math.nan, dtype=torch.float64)
             for place, user in enumerate(group):
                 weights[0 if alike else place, user - 1] = 1.0 / len(group)
             part = None if work is None else work.at(places)
-            question = Question(points[places], step, weights, rows=True, work=part, batch_size=batch_size)
+            question = Question(
+                points[places], step, weights, rows=True, work=part, batch_size=batch_size
+            )
             answers = self.peers.local_work(question)()
             self.left_out |= answers.left_out
             for place, user in enumerate(group):

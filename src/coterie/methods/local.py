@@ -34,7 +34,8 @@ class LocalSteps:
     ) -> tuple[Tensor, Tensor]:
         """Take SCAFFOLD's local steps from x, and return where they lead and the next corrections.
 
-        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) / (Kη)
+        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) /
+        (Kη)
         """
         points = local_steps(users, x.expand_as(c_k), step, self.local_steps, lr=lr, add=c - c_k)
         users.exchange(down=2 * x.numel(), up=2 * x.numel())

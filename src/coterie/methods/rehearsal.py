@@ -1,4 +1,7 @@
-"""A method rehearsed with peers who answer by a formula: what it will ask of each, before anybody is asked."""
+"""A method rehearsed with peers who answer by a formula.
+
+What it will ask of each, before anybody is asked.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,7 +34,8 @@ def gradients_asked(
     """
     held_out = torch.zeros(1, 1), torch.zeros(1, 1)
     user = User(me, *held_out, validation=held_out)
-    model = nn.Linear(1, 1, device="meta").to_empty(device="cpu")  # it draws no weights from a global generator
+    # it draws no weights from a global generator
+    model = nn.Linear(1, 1, device="meta").to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     own = InProcess(model, nn.functional.mse_loss, user, batch_size=1, seed=seed)
@@ -46,12 +50,17 @@ def gradients_asked(
 class _Rehearsed(ClientsElsewhere):
     """Users whose peers answer at once, all in one formula, and are counted as those who are asked.
 
-    Peer k's loss is ½‖x − k‖². What local steps follow is what the first would: who is asked what does not depend
-    on it.
+    Peer k's loss is ½‖x − k‖². What local steps follow is what the first would: who is asked what
+    does not depend on it.
     """
 
     def _given(
-        self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None, asked: list[int]
+        self,
+        points: Tensor,
+        step: int,
+        work: LocalWork | None,
+        batch_size: int | None,
+        asked: list[int],
     ) -> Tensor:
         """Return what the peers at these places give, and zeros for the others."""
         given, places = torch.zeros_like(points), torch.tensor(asked)
@@ -64,13 +73,18 @@ class _Rehearsed(ClientsElsewhere):
 
 
 class _Formula:
-    """The engine of a rehearsal: it gives user 0's gradient, of the loss ½‖x‖², and nobody else's."""
+    """The engine of a rehearsal.
+
+    It gives user 0's gradient, of the loss ½‖x‖², and nobody else's.
+    """
 
     def __init__(self, me: str, peers: Sequence[str]) -> None:
         self.names = tuple(peers)
         self.capabilities = Capabilities(local_work=True, examples=dict.fromkeys([me, *peers], 1))
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         """Return user 0's gradient; nobody else's is asked for in this way."""
         return Gradients(own=x, own_loss=float(x.square().sum()) / 2)
 

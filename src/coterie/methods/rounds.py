@@ -22,11 +22,14 @@ LR = 0.1
 
 @runtime_checkable
 class Method(Protocol):
-    """A federated method: rounds in which users take plain gradient steps of their own and share what they found.
+    """A federated method.
 
-    The knobs are fields; the state is passed and returned. A state holds tensors and numbers by name, so that a
-    checkpoint can hold it, and `step`, the number of batches that every user has drawn; where user 0 weighs models,
-    `weights`, a tensor of its own weight and then the peers', and `weight`, the peers' total.
+    Rounds in which users take plain gradient steps of their own and share what they found.
+
+    The knobs are fields; the state is passed and returned. A state holds tensors and numbers by
+    name, so that a checkpoint can hold it, and `step`, the number of batches that every user has
+    drawn; where user 0 weighs models, `weights`, a tensor of its own weight and then the peers',
+    and `weight`, the peers' total.
     """
 
     @property
@@ -40,7 +43,10 @@ class Method(Protocol):
         """Return the state after a round with this step size."""
 
     def models(self, state: State) -> Tensor:
-        """Return the personal models: a row for each user, user 0 first; one row where there is one for all."""
+        """Return the personal models.
+
+        A row for each user, user 0 first; one row where there is one for all.
+        """
 
 
 def _method(value: Any) -> Any:
@@ -50,15 +56,19 @@ def _method(value: Any) -> Any:
     return value
 
 
-METHOD = Check("be a method, such as `FedAvg(5)`", _method, remedies={type: "give it its knobs: `FedAvg(5)`"})
+METHOD = Check(
+    "be a method, such as `FedAvg(5)`", _method, remedies={type: "give it its knobs: `FedAvg(5)`"}
+)
 """A method within another."""
 
 
 class Rounds(Learner):
-    """The learner of a method: a step is a round. The optimizer is plain SGD, whose step size the rounds take.
+    """The learner of a method.
 
-    The guard compares it with a model trained alone and lets it be: what a method keeps from earlier rounds
-    (control variates, weights, when to begin tuning) belongs to its own path.
+    A step is a round. The optimizer is plain SGD, whose step size the rounds take.
+
+    The guard compares it with a model trained alone and lets it be: what a method keeps from
+    earlier rounds (control variates, weights, when to begin tuning) belongs to its own path.
     """
 
     can_restart: ClassVar[bool] = False
@@ -79,7 +89,9 @@ class Rounds(Learner):
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Play a round, and return user 0's model after it as the step to take."""
         self.users.left_out, self.users.own_losses = {}, []
-        state = self.method.round(self.users, copy.copy(self.state), self.optimizer.param_groups[0]["lr"])
+        state = self.method.round(
+            self.users, copy.copy(self.state), self.optimizer.param_groups[0]["lr"]
+        )
         losses, model = self.users.own_losses, self.method.models(state)[0]
         mean = sum(losses) / len(losses) if losses else math.nan
         return NextStep(model, mean, self.users.left_out, partial(self._take, state, model))
@@ -89,16 +101,24 @@ class Rounds(Learner):
         self.state = state
         self.x.copy_(model)
         self.optimizer.zero_grad()
-        self.optimizer.step()  # moves nothing: a scheduler expects a step of its optimizer before its own
+        # moves nothing: a scheduler expects a step of its optimizer before its own
+        self.optimizer.step()
         self.finish_step()
 
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights, where the method learns them."""
         weights = self.state.get("weights")
-        return {} if weights is None else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
+        return (
+            {}
+            if weights is None
+            else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
+        )
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the personal model of each user, as it is now; where they are elsewhere, user 0's alone."""
+        """Return the personal model of each user, as it is now.
+
+        Where they are elsewhere, user 0's alone.
+        """
         models = {name: copied(self.model) for name in self.users.names[: self.users.personal]}
         rows = self.method.models(self.state)
         rows = rows.expand(len(models), -1) if self.users.here else rows[:1]

@@ -19,19 +19,25 @@ FOLDS = 4
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """J candidates of a kind, each judged on rows that it did not see. All are in the units of the caller.
+    """J candidates of a kind, each judged on rows that it did not see.
 
-    A block of candidates is whatever gives outputs, and can be served: linear models by their parameters, any other
-    by predictors. `mix` makes one mixture of several blocks. A block joins a fit by `fit(..., others=make)`, where
-    `make(folds)` returns blocks whose `outputs` come from models that were fitted without the row's fold, and whose
-    predictors were fitted again on all own rows.
+    All are in the units of the caller.
+
+    A block of candidates is whatever gives outputs, and can be served: linear models by their
+    parameters, any other by predictors. `mix` makes one mixture of several blocks. A block joins a
+    fit by `fit(..., others=make)`, where `make(folds)` returns blocks whose `outputs` come from
+    models that were fitted without the row's fold, and whose predictors were fitted again on all
+    own rows.
 
     Args:
         kind: its name in the leaderboard.
-        outputs: for every own row by models that did not see its fold, (n, J, K): logits, or means of numbers.
-        parameters: of linear models that were fitted to all own rows, (D, J, K), the intercept last.
+        outputs: for every own row by models that did not see its fold, (n, J, K): logits, or means
+            of numbers.
+        parameters: of linear models that were fitted to all own rows, (D, J, K), the intercept
+            last.
         predictors: in their place, J predictors that were fitted to all own rows.
-        held_out: outputs of these for the validation rows, (m, J, K); not needed where there are none.
+        held_out: outputs of these for the validation rows, (m, J, K); not needed where there are
+            none.
         alone: whether no peer was asked; these candidates have one half of the prior.
 
     Example:
@@ -68,7 +74,10 @@ def folds_of(targets: Array, count: int, seed: int, *, classes: bool) -> Array:
     order = np.random.default_rng(seed).permutation(len(targets))
     if classes:
         order = order[
-            np.argsort(targets[order].argmax(1) if targets.shape[1] > 1 else targets[order, 0], kind="stable")
+            np.argsort(
+                targets[order].argmax(1) if targets.shape[1] > 1 else targets[order, 0],
+                kind="stable",
+            )
         ]
     fold = np.empty(len(targets), dtype=np.int64)
     fold[order] = np.arange(len(targets)) % max(1, count)
@@ -76,7 +85,10 @@ def folds_of(targets: Array, count: int, seed: int, *, classes: bool) -> Array:
 
 
 def flat_prior(columns: int, outputs: int, *, intercept: bool) -> Array:
-    """Return the variances of Alone's prior, (D, 1, K): 1, and 10 for intercepts, which are the last row."""
+    """Return the variances of Alone's prior, (D, 1, K).
+
+    1, and 10 for intercepts, which are the last row.
+    """
     variance = np.ones((columns, 1, outputs))
     if intercept:
         variance[-1] = INTERCEPT
@@ -86,12 +98,15 @@ def flat_prior(columns: int, outputs: int, *, intercept: bool) -> Array:
 def paths(
     rows: Rows, family: Family, priors: dict[str, Priors], folds: Array, scaling: Scaling
 ) -> list[Candidates]:
-    """Return the candidates of several kinds, one for each strength: user 0's modes under N(mean, s v).
+    """Return the candidates of several kinds, one for each strength.
+
+    User 0's modes under N(mean, s v).
 
     Args:
         rows: the own rows, scaled.
         family: of the loss.
-        priors: of each kind: the first for all rows, the others each without a fold; or one for all.
+        priors: of each kind: the first for all rows, the others each without a fold; or one for
+            all.
         folds: of each row.
         scaling: between the caller's units and those of rows and priors.
     """
@@ -102,20 +117,32 @@ def paths(
     noise = np.concatenate([one.noise for one in every])
     d, k = mean.shape[0], mean.shape[2]
     many = Priors(
-        np.repeat(mean, j, 1), (variance[:, :, None] * STRENGTHS[:, None]).reshape(d, -1, k), np.repeat(noise, j)
+        np.repeat(mean, j, 1),
+        (variance[:, :, None] * STRENGTHS[:, None]).reshape(d, -1, k),
+        np.repeat(noise, j),
     )
-    found = most_probable(rows, family, many, np.tile(np.repeat(seen, j, 1), (1, len(priors))), tolerance=1e-3)
+    found = most_probable(
+        rows, family, many, np.tile(np.repeat(seen, j, 1), (1, len(priors))), tolerance=1e-3
+    )
     parameters = found.reshape(d, len(priors), views, j, k)
     outputs = outputs_of(rows.inputs, found).reshape(len(folds), len(priors), views, j, k)
     blind = outputs[np.arange(len(folds)), :, folds + 1]  # (n, kinds, J, K)
     return [
-        Candidates(kind, scaling.outputs(blind[:, i]), scaling.back(parameters[:, i, 0]), alone=kind == "alone")
+        Candidates(
+            kind,
+            scaling.outputs(blind[:, i]),
+            scaling.back(parameters[:, i, 0]),
+            alone=kind == "alone",
+        )
         for i, kind in enumerate(priors)
     ]
 
 
 def constant(rows: Rows, family: Family, folds: Array, scaling: Scaling) -> Candidates:
-    """Return the constant: the mean of the targets, of classes their shares with one example more of all."""
+    """Return the constant.
+
+    The mean of the targets, of classes their shares with one example more of all.
+    """
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])  # (n, V)
     total, n = seen.T @ rows.targets, seen.sum(0)[:, None]

@@ -25,17 +25,22 @@ class Contribution(NamedTuple):
 
 
 def contributions(
-    losses: Callable[[frozenset[str]], Array], players: Sequence[str], *, permutations: int = 20, seed: int = 0
+    losses: Callable[[frozenset[str]], Array],
+    players: Sequence[str],
+    *,
+    permutations: int = 20,
+    seed: int = 0,
 ) -> dict[str, Contribution]:
     """Return what each player contributes, from the loss of each own row with any coalition of them.
 
-    The leave-one-out value of k is the mean over rows of losses(all but k) − losses(all). The Shapley value is the
-    mean over orders of losses(those before k) − losses(those before k, and k); it sums to losses(nobody) −
-    losses(all). Orders are drawn, every one also backwards. Two copies of one peer have a leave-one-out value near
-    0 each, as either can replace the other, and share their Shapley value.
+    The leave-one-out value of k is the mean over rows of losses(all but k) − losses(all). The
+    Shapley value is the mean over orders of losses(those before k) − losses(those before k, and k);
+    it sums to losses(nobody) − losses(all). Orders are drawn, every one also backwards. Two copies
+    of one peer have a leave-one-out value near 0 each, as either can replace the other, and share
+    their Shapley value.
 
-    Errors are over rows, and for Shapley over the orders drawn too. Own rows are taken as they are: the error does
-    not allow for models that other own rows would have made.
+    Errors are over rows, and for Shapley over the orders drawn too. Own rows are taken as they are:
+    the error does not allow for models that other own rows would have made.
 
     Args:
         losses: the out-of-fold losses of user 0's rows, of shape (n,), with a coalition.
@@ -86,7 +91,9 @@ def linear_contributions(
     permutations: int = 20,
     seed: int = 0,
 ) -> dict[str, Contribution]:
-    """Return what each peer contributes to the closed-form linear model of user 0; see `contributions`.
+    """Return what each peer contributes to the closed-form linear model of user 0.
+
+    See `contributions`.
 
     It fits at most N + 2 + N·`permutations` models in closed form.
 
@@ -112,4 +119,6 @@ def linear_contributions(
 def _estimate(values: Array) -> Estimate:
     """Return a mean with its standard error."""
     n = len(values)
-    return Estimate(float(values.mean()), float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan"))
+    return Estimate(
+        float(values.mean()), float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
+    )

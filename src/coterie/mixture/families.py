@@ -1,4 +1,7 @@
-"""Families: how a linear predictor becomes a loss. A family knows its targets, its losses and their derivatives."""
+"""Families: how a linear predictor becomes a loss.
+
+A family knows its targets, its losses and their derivatives.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +24,8 @@ class Family:
 
     Args:
         name: what it is called in messages and records.
-        predict: what is expected of the targets, (…, K): probabilities, or numbers. The slope of the loss by S is
-            this less the targets.
+        predict: what is expected of the targets, (…, K): probabilities, or numbers. The slope of
+            the loss by S is this less the targets.
         losses: of each example, (…).
         curvature: the diagonal of the second derivative by S, from what is predicted, (…, K).
         link: the outputs that predict a mean.
@@ -74,7 +77,8 @@ def _powers(outputs: Array) -> tuple[Array, Array, Array | float]:
         off = outputs.max(-1)
         outputs = outputs - off[..., None]
     powers: Array = np.exp(outputs)
-    return powers, powers @ ones, 0.0 if off is None else off  # a product is faster than a sum over a short axis
+    # a product is faster than a sum over a short axis
+    return powers, powers @ ones, 0.0 if off is None else off
 
 
 def _shares(outputs: Array) -> Array:
@@ -98,7 +102,13 @@ def _exponential(outputs: Array) -> Array:
     return counts
 
 
-SQUARED = Family("squared", np.asarray, lambda s, y: np.square(s - y).sum(-1) / 2, np.ones_like, lambda mean: mean)
+SQUARED = Family(
+    "squared",
+    np.asarray,
+    lambda s, y: np.square(s - y).sum(-1) / 2,
+    np.ones_like,
+    lambda mean: mean,
+)
 """Half the squared error, for a noise of variance 1."""
 
 SOFTMAX = Family("softmax", _shares, _cross_entropy, lambda p: p * (1 - p), _logarithms)

@@ -17,7 +17,10 @@ from coterie.mixture.scaling import Scaling
 COMMON = 1e-3
 """The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
 FEWEST_PEERS = 5
-"""Of fewer peers none are chosen: a prior from one or two users of three knows nothing of how users differ."""
+"""Of fewer peers none are chosen.
+
+A prior from one or two users of three knows nothing of how users differ.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,8 @@ class Fitted:
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
     exchanges: int
-    is_constant: bool = False  # the mixture is clearly worse than a constant on the own rows: that is served
+    # the mixture is clearly worse than a constant on the own rows: that is served
+    is_constant: bool = False
 
 
 T = TypeVar("T")
@@ -50,7 +54,9 @@ def fit(
     others: Others | None = None,
     single: bool = False,
 ) -> Fitting:
-    """Fit user 0's model: yield what the peers are asked, be sent what they answer, return what was found.
+    """Fit user 0's model.
+
+    Yield what the peers are asked, be sent what they answer, return what was found.
 
     Args:
         rows: user 0's, scaled; a row that holds a number that is not finite does not count.
@@ -58,14 +64,17 @@ def fit(
         scaling: between the caller's units and these.
         sizes: how many examples each peer has; nobody is asked where there is none.
         seed: of the folds.
-        held_out: further rows of user 0 that nothing is fitted to, scaled: evidence for every candidate.
-        others: makes further candidates from the fold of each row; a row that does not count has none, and is not
-            among the rows that candidates have outputs for.
+        held_out: further rows of user 0 that nothing is fitted to, scaled: evidence for every
+            candidate.
+        others: makes further candidates from the fold of each row; a row that does not count has
+            none, and is not among the rows that candidates have outputs for.
         single: serve the best candidate in the place of the mixture.
     """
     rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
     n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
-    folds = folds_of(rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=family.name != "squared")
+    folds = folds_of(
+        rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=family.name != "squared"
+    )
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
     flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
@@ -77,12 +86,17 @@ def fit(
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         priors |= {
             "pooled": Priors(found.pooled, flat, of_all.noise),
-            "pooled, own intercept": Priors(found.pooled, np.where(flat > 1, flat, COMMON), of_all.noise),
+            "pooled, own intercept": Priors(
+                found.pooled, np.where(flat > 1, flat, COMMON), of_all.noise
+            ),
             "hierarchical": of_all,
         }
         if len(sizes) >= FEWEST_PEERS:
             priors["hierarchical, chosen peers"] = chosen
-    candidates = [constant(rows, family, folds, scaling), *paths(rows, family, priors, folds, scaling)]
+    candidates = [
+        constant(rows, family, folds, scaling),
+        *paths(rows, family, priors, folds, scaling),
+    ]
     validated = None
     if held_out is not None:
         inputs, validated = scaling.unscaled(held_out)
@@ -93,7 +107,9 @@ def fit(
         ]
     candidates += others(folds) if others else ()
     targets = scaling.outputs(rows.targets)
-    served, by_alone, entries = mix(family, targets, folds, candidates, held_out=validated, single=single)
+    served, by_alone, entries = mix(
+        family, targets, folds, candidates, held_out=validated, single=single
+    )
     guess = entries["constant"]
     is_constant = _clearly_more(served.losses - guess.losses)
     tau = np.full(len(sizes), 1 / max(1, len(sizes)))
@@ -110,7 +126,9 @@ def fit(
     )
 
 
-def _counted(asking: Generator[Question, Answer, Found]) -> Generator[Question, Answer, tuple[Found, int]]:
+def _counted(
+    asking: Generator[Question, Answer, Found],
+) -> Generator[Question, Answer, tuple[Found, int]]:
     """Pass questions and answers on, and count them."""
     count, question = 0, next(asking)
     while True:
@@ -149,7 +167,11 @@ def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
         given = [posterior(rows, family, question.priors) for rows in peers]
         usable = [all(np.isfinite(each).all() for each in one) for one in given]
         weights = question.weights * usable
-        flat = sum(w[:, None] * one.flat() for w, one, use in zip(weights.T, given, usable, strict=True) if use)
+        flat = sum(
+            w[:, None] * one.flat()
+            for w, one, use in zip(weights.T, given, usable, strict=True)
+            if use
+        )
         d, p, k = question.priors.mean.shape
         sums = Posterior.of(np.zeros((p, 4 * d * k + 3)) + flat, d, k)
         gradients = np.array([one.gradient[:, 0].ravel() for one in given])

@@ -29,8 +29,10 @@ class Entry:
     """A line of the leaderboard: candidates of a kind, or of several, mixed."""
 
     weight: float  # its share of what is served
-    losses: Array  # (n,): the caller's loss of each own row under models, and weights, that did not see its fold
-    parameters: Array  # (D, K): of its linear candidates, mixed, the intercept last; empty where there are none
+    # (n,): the caller's loss of each own row under models, and weights, that did not see its fold
+    losses: Array
+    # (D, K): of its linear candidates, mixed, the intercept last; empty where there are none
+    parameters: Array
     others: tuple[tuple[float, Predictor], ...] = ()  # its other candidates, with their share of it
 
     def model(self, family: Family, *, intercept: bool) -> nn.Module:
@@ -41,7 +43,9 @@ class Entry:
             parts.append((linear, Predictor(linear_model(self.parameters, intercept=intercept))))
         if len(parts) == 1 and parts[0][1].temperature == 1:
             return parts[0][1].model
-        return MixedPredictions([one for _, one in parts], [weight for weight, _ in parts], family.name)
+        return MixedPredictions(
+            [one for _, one in parts], [weight for weight, _ in parts], family.name
+        )
 
 
 class Leaderboard(NamedTuple):
@@ -85,7 +89,9 @@ def mix(
         'Linear'
     """
     many = [one.many for one in candidates]
-    kinds, alone = (np.repeat([getattr(one, name) for one in candidates], many) for name in ("kind", "alone"))
+    kinds, alone = (
+        np.repeat([getattr(one, name) for one in candidates], many) for name in ("kind", "alone")
+    )
     outputs = np.concatenate([one.outputs for one in candidates], 1)
     predictors = list[Predictor | None]()
     for block in candidates:
@@ -121,7 +127,9 @@ def mix(
         share = max(float(of_linear.sum()), 1e-300)
         mean = np.einsum("j,djk->dk", of_linear / share, linear)
         others = [
-            (float(weight), each) for weight, each in zip(weights, predictors, strict=True) if each and weight > 0
+            (float(weight), each)
+            for weight, each in zip(weights, predictors, strict=True)
+            if each and weight > 0
         ]
         used = bool((parts[which] == 0).any() and of_linear.sum() > 0)
         return Entry(
@@ -155,7 +163,8 @@ def mixed(
         folds: of each row, (n,).
         prior: π, (J,).
         further: sums of losses on rows that no candidate saw, (J,), and how many rows.
-        parts: the model that each candidate needs, (J,); 0 where it is linear, and mixed by its parameters.
+        parts: the model that each candidate needs, (J,); 0 where it is linear, and mixed by its
+            parameters.
         single: give all weight to one candidate, the most probable.
 
     Example:
@@ -172,7 +181,9 @@ def mixed(
 
     def weights_by(rows: Array) -> Array:
         total, count = further or (0.0, 0)
-        weights = weights_of(losses[rows].sum(0) + total, float(rows.sum()) + count, k, prior, family)
+        weights = weights_of(
+            losses[rows].sum(0) + total, float(rows.sum()) + count, k, prior, family
+        )
         if single:
             weights = (np.arange(len(weights)) == weights.argmax()).astype(np.float64)
         return without_small(weights, which)
@@ -187,11 +198,15 @@ def mixed(
     share = without[:, linear].sum(1)
     of_linear = mean / np.where(share > 0, share, 1)[:, None]
     every = np.concatenate([of_linear[:, None], given[:, ~linear]], 1)
-    return Mixed(weights, mixed_outputs(family.name, every, np.column_stack([share, without[:, ~linear]])))
+    return Mixed(
+        weights, mixed_outputs(family.name, every, np.column_stack([share, without[:, ~linear]]))
+    )
 
 
 def without_small(weights: Array, parts: Array) -> Array:
-    """Return weights without those of models that have less than `LEAST` in all; linear ones cost nothing.
+    """Return weights without those of models that have less than `LEAST` in all.
+
+    Linear ones cost nothing.
 
     Example:
         >>> without_small(np.array([0.4, 0.596, 0.002, 0.002]), np.array([0, 1, 2, 2])).round(2)

@@ -1,4 +1,7 @@
-"""What a peer computes: its own posterior under each prior. User 0 needs only weighted sums of it."""
+"""What a peer computes.
+
+Its own posterior under each prior. User 0 needs only weighted sums of it.
+"""
 
 from typing import NamedTuple
 
@@ -17,7 +20,10 @@ from coterie.mixture.posterior import (
 ITERATIONS = 15
 """Of L-BFGS, at most: EM goes on from what it finds."""
 TOLERANCE = 1e-2
-"""How near a peer finds its mode, in standard deviations of the prior: its posterior is far wider."""
+"""How near a peer finds its mode, in standard deviations of the prior.
+
+Its posterior is far wider.
+"""
 FARTHEST = 5.0
 """How many standard deviations of the prior a peer's mode may be from the prior's mean, in each number."""
 
@@ -66,15 +72,17 @@ def posterior(rows: Rows, family: Family, priors: Priors) -> Posterior:
     gradient = back_to_parameters(rows.inputs, family.predict(outputs) - rows.targets[:, None]) / n
     loss = family.losses(outputs, rows.targets[:, None]).sum(0) / n
     first, predicted = at - priors.mean, np.full(len(priors.noise), float(rows.targets.size))
-    return bounded(Posterior(first, np.square(first), variance, gradient, loss, residual, predicted), priors)
+    return bounded(
+        Posterior(first, np.square(first), variance, gradient, loss, residual, predicted), priors
+    )
 
 
 def bounded(given: Posterior, priors: Priors) -> Posterior:
     """Return what one peer gives within what it may move.
 
-    A mode is at most `FARTHEST` standard deviations of the prior from its mean in each number, and a posterior no
-    wider than the prior. In one exchange a peer of weight τ thus moves μ by at most 2 · 5 τ √v and v by at most
-    26 τ v in each number, whatever it sends.
+    A mode is at most `FARTHEST` standard deviations of the prior from its mean in each number, and
+    a posterior no wider than the prior. In one exchange a peer of weight τ thus moves μ by at most
+    2 · 5 τ √v and v by at most 26 τ v in each number, whatever it sends.
 
     Example:
         >>> prior = Priors(np.zeros((1, 1, 1)), np.full((1, 1, 1), 4.0), np.ones(1))

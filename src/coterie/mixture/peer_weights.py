@@ -38,14 +38,18 @@ class PeerWeights:
 
     def weights(self) -> Array:
         """Return the weights that each view found, (V, N), without those of nearly nothing."""
-        tau = np.mean(self.found[-AVERAGED:] if len(self.found) > AVERAGED else self.found[-1:], axis=0)
+        tau = np.mean(
+            self.found[-AVERAGED:] if len(self.found) > AVERAGED else self.found[-1:], axis=0
+        )
         kept = np.where(tau < LEAST_SHARE / tau.shape[1], 0.0, tau)
         normalised: Array = kept / kept.sum(1, keepdims=True)
         return normalised
 
 
 def weights_of(gram: Array) -> Array:
-    """Return the peers' part of argmin κᵀHκ over the simplex, normalised; equal where nobody is better than none.
+    """Return the peers' part of argmin κᵀHκ over the simplex, normalised.
+
+    Equal where nobody is better than none.
 
     Example:
         >>> differences = np.array([[2.0, 0.0], [0.1, 0.1], [0.1, -0.1], [2.0, 5.0]])  # of nobody and three peers
@@ -56,6 +60,8 @@ def weights_of(gram: Array) -> Array:
     if not 0 < trace < np.inf:
         return np.full(n, 1 / n)
     root = np.linalg.cholesky(gram / trace + 1e-10 * np.eye(n + 1)).T
-    kappa = nnls(np.vstack([root, np.full(n + 1, 1e3)]), np.append(np.zeros(n + 1), 1e3), maxiter=1000)[0]
+    kappa = nnls(
+        np.vstack([root, np.full(n + 1, 1e3)]), np.append(np.zeros(n + 1), 1e3), maxiter=1000
+    )[0]
     whole = float(kappa[1:].sum())
     return kappa[1:] / whole if whole > 1e-6 * kappa.sum() else np.full(n, 1 / n)

@@ -13,7 +13,10 @@ MEMORY = 8
 MOST_COLUMNS = 48
 """With more of them L-BFGS starts from a diagonal."""
 TOLERANCE = 1e-4
-"""How near the mode is found, in standard deviations of the prior: in these units the objective is 1-convex."""
+"""How near the mode is found, in standard deviations of the prior.
+
+In these units the objective is 1-convex.
+"""
 
 
 Pair: TypeAlias = tuple[Array, Array, Array]
@@ -35,7 +38,8 @@ class Rows(NamedTuple):
 class Priors(NamedTuple):
     """B normal priors over the parameters of a linear model, each with the variance of its noise.
 
-    The parameters of B models have the shape (D, B, K) throughout: one matrix product gives the outputs of all.
+    The parameters of B models have the shape (D, B, K) throughout: one matrix product gives the
+    outputs of all.
     """
 
     mean: Array  # (D, B, K)
@@ -71,7 +75,8 @@ def most_probable(
         family: of the loss.
         priors: each gives a model.
         seen: the weight of each row under each prior, (n, B); 1 when None.
-        tolerance: of the mode, in standard deviations of the prior; the squared loss is solved exactly.
+        tolerance: of the mode, in standard deviations of the prior; the squared loss is solved
+            exactly.
         iterations: of L-BFGS at most.
 
     Example:
@@ -88,20 +93,31 @@ def most_probable(
 
 
 def posterior_variance(rows: Rows, family: Family, priors: Priors, at: Array) -> Array:
-    """Return the variances of the posteriors at their modes; for classes Laplace's, each number for itself."""
+    """Return the variances of the posteriors at their modes.
+
+    For classes Laplace's, each number for itself.
+    """
     if family.is_squared:
-        return _solve(rows, priors, np.broadcast_to(1 / priors.noise, (len(rows.inputs), len(priors.noise))))[1]
+        return _solve(
+            rows, priors, np.broadcast_to(1 / priors.noise, (len(rows.inputs), len(priors.noise)))
+        )[1]
     curvature = family.curvature(family.predict(outputs_of(rows.inputs, at)))
     return 1 / (back_to_parameters(np.square(rows.inputs), curvature) + 1 / priors.variance)
 
 
 def _solve(rows: Rows, priors: Priors, weights: Array) -> tuple[Array, Array]:
-    """Return modes and variances for the squared loss, by the smaller of two systems: of D columns or of n rows."""
+    """Return modes and variances for the squared loss, by the smaller of two systems.
+
+    Of D columns or of n rows.
+    """
     n, d = rows.inputs.shape
     root = np.sqrt(weights.T)[:, None, :, None]  # (B, 1, n, 1)
     scale = np.sqrt(np.moveaxis(priors.variance, 0, 2))[:, :, None, :]  # (B, K, 1, D)
     z = rows.inputs * root * scale  # (B, K, n, D), in units of the prior
-    errors = np.moveaxis(rows.targets[:, None] - outputs_of(rows.inputs, priors.mean), 0, 2)[..., None] * root
+    errors = (
+        np.moveaxis(rows.targets[:, None] - outputs_of(rows.inputs, priors.mean), 0, 2)[..., None]
+        * root
+    )
     zt = z.swapaxes(-1, -2)
     if d <= n:
         inverse = np.linalg.inv(zt @ z + np.eye(d))  # eigenvalues are 1 or more
@@ -118,7 +134,8 @@ def _minimise(
 ) -> Array:
     """Return the minima by L-BFGS in units of the priors, for each prior by steps of its own.
 
-    Problems that have arrived are left out of the products; what is computed for one depends on no other.
+    Problems that have arrived are left out of the products; what is computed for one depends on no
+    other.
     """
     result = np.array(priors.mean)
     left = np.arange(result.shape[1])  # the problems that go on
@@ -180,8 +197,13 @@ def two_loops(g: Array, history: list[Pair], start: Array) -> Array:
 
 
 def _start(rows: Rows, family: Family, mean: Array, root: Array, weights: Array) -> Array:
-    """Return the inverse Hessian at the start, each output for itself, (B, K, D, D); diagonal where D is large."""
-    curvature = np.transpose(family.curvature(family.predict(outputs_of(rows.inputs, mean))), (1, 2, 0))
+    """Return the inverse Hessian at the start, each output for itself, (B, K, D, D).
+
+    Diagonal where D is large.
+    """
+    curvature = np.transpose(
+        family.curvature(family.predict(outputs_of(rows.inputs, mean))), (1, 2, 0)
+    )
     weighed = rows.inputs * np.sqrt(curvature * weights.T[:, None])[..., None]  # (B, K, n, D)
     weighed *= np.transpose(root, (1, 2, 0))[:, :, None]
     inverse: Array

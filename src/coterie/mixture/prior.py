@@ -1,7 +1,9 @@
-"""Priors over users, found from the peers: first all of them pooled, then a prior by EM. Only sums are needed.
+"""Priors over users, found from the peers.
 
-User 0's side is a generator: it yields a `Question`, is sent the `Answer`, and returns what was found. Who
-drives it decides how peers are asked.
+First all of them pooled, then a prior by EM. Only sums are needed.
+
+User 0's side is a generator: it yields a `Question`, is sent the `Answer`, and returns what was
+found. Who drives it decides how peers are asked.
 """
 
 from collections.abc import Generator
@@ -12,7 +14,15 @@ import numpy as np
 from coterie.mixture.families import Array, Family
 from coterie.mixture.peer import Posterior
 from coterie.mixture.peer_weights import PeerWeights
-from coterie.mixture.posterior import MEMORY, Pair, Priors, Rows, back_to_parameters, outputs_of, two_loops
+from coterie.mixture.posterior import (
+    MEMORY,
+    Pair,
+    Priors,
+    Rows,
+    back_to_parameters,
+    outputs_of,
+    two_loops,
+)
 
 POOLED = 15
 """Exchanges in which the pooled model is found, and the peers are judged."""
@@ -31,7 +41,10 @@ RIDGE = 1e-3
 NO_VARIANCE = 1e-12
 """Of a prior under which a peer only tells its gradient."""
 FEW = 2.0
-"""From so few peers, by their weights, no small variance is believed: .3 of everybody's is the least."""
+"""From so few peers, by their weights, no small variance is believed.
+
+.3 of everybody's is the least.
+"""
 
 
 class Question(NamedTuple):
@@ -39,7 +52,8 @@ class Question(NamedTuple):
 
     priors: Priors
     weights: Array  # (P, N): of the peers in each sum; rows sum to 1
-    own: Array | None = None  # (V, r): user 0's gradients at the first mean, where every peer's is wanted too
+    # (V, r): user 0's gradients at the first mean, where every peer's is wanted too
+    own: Array | None = None
 
 
 class Answer(NamedTuple):
@@ -47,7 +61,8 @@ class Answer(NamedTuple):
 
     sums: Posterior  # by weights, of those who answered
     answered: Array  # (P,): the weight of those
-    gradients: Array | None = None  # (N, r): every peer's at the first mean, or sketches; not numbers if missing
+    # (N, r): every peer's at the first mean, or sketches; not numbers if missing
+    gradients: Array | None = None
     own: Array | None = None  # (V, r): user 0's in the same form
 
 
@@ -55,7 +70,8 @@ class Found(NamedTuple):
     """What was found from the peers."""
 
     pooled: Array  # (D, 1, K)
-    priors: Priors  # the first from everybody, the others from whom each view of the own rows finds near
+    # the first from everybody, the others from whom each view of the own rows finds near
+    priors: Priors
     tau: Array  # (V, N): whom
 
 
@@ -69,7 +85,8 @@ def find_priors(rows: Rows, family: Family, seen: Array, sizes: Array) -> Asking
         rows: user 0's; they judge the peers and nothing else.
         family: of the loss.
         seen: the rows that judge in each view, (n, V).
-        sizes: how many examples each peer has, (N,); their shares are its weights in the pooled model.
+        sizes: how many examples each peer has, (N,); their shares are its weights in the pooled
+            model.
     """
     judged = PeerWeights(seen.shape[1], len(sizes))
     pooled = yield from _pooled(rows, family, seen, sizes / sizes.sum(), judged)
@@ -88,15 +105,22 @@ def find_priors(rows: Rows, family: Family, seen: Array, sizes: Array) -> Asking
 def _pooled(
     rows: Rows, family: Family, seen: Array, shares: Array, judged: PeerWeights
 ) -> Generator[Question, Answer, Array]:
-    """Find the model of all peers' rows by L-BFGS on sums of gradients; a step that does not help is quartered."""
+    """Find the model of all peers' rows by L-BFGS on sums of gradients.
+
+    A step that does not help is quartered.
+    """
     shape = (rows.inputs.shape[1], 1, rows.targets.shape[1])
     x, best, best_loss, history = np.zeros(shape), np.zeros(shape), np.inf, list[Pair]()
     slope = direction = np.zeros(shape)
     start, length = np.ones((1, 1, 1, 1)), 1.0
     for _ in range(POOLED):
-        own = gradients_of(rows, family, np.broadcast_to(x, (shape[0], seen.shape[1], shape[2])), seen)
+        own = gradients_of(
+            rows, family, np.broadcast_to(x, (shape[0], seen.shape[1], shape[2])), seen
+        )
         priors = Priors(x, np.full(shape, NO_VARIANCE), np.ones(1))
-        answer = yield Question(priors, shares[None], np.moveaxis(own, 1, 0).reshape(seen.shape[1], -1))
+        answer = yield Question(
+            priors, shares[None], np.moveaxis(own, 1, 0).reshape(seen.shape[1], -1)
+        )
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
         if not answer.answered[0] > 0:
@@ -125,20 +149,30 @@ def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
 
 
 def maximised(priors: Priors, answer: Answer, weights: Array) -> Priors:
-    """Return the M-step: μ = n Στx/(n + v), v = Στ((x − μ)² + V), with n = 1/Στ²; a prior nobody answered stays.
+    """Return the M-step: μ = n Στx/(n + v), v = Στ((x − μ)² + V), with n = 1/Στ².
 
-    The step of the mean is over-relaxed by up to `RELAXED` where the posteriors are hardly narrower than the prior:
-    there EM is slow. Where some did not answer, the others stand for all.
+    A prior nobody answered stays.
+
+    The step of the mean is over-relaxed by up to `RELAXED` where the posteriors are hardly narrower
+    than the prior: there EM is slow. Where some did not answer, the others stand for all.
     """
     heard, n = answer.answered > 0, (1 / np.square(weights).sum(1))[:, None]
     whole = np.where(heard, answer.answered, 1.0)
     sums = Posterior(*(each / (whole[:, None] if each.ndim > 1 else whole) for each in answer.sums))
     known = np.clip(1 - sums.variance / priors.variance, 1 / RELAXED, 1)
-    mean = np.clip((priors.mean + sums.first / known) * n / (n + priors.variance), -LARGEST_MEAN, LARGEST_MEAN)
+    mean = np.clip(
+        (priors.mean + sums.first / known) * n / (n + priors.variance), -LARGEST_MEAN, LARGEST_MEAN
+    )
     step = mean - priors.mean
-    variance = np.clip(sums.variance + sums.second - 2 * step * sums.first + np.square(step), *VARIANCES)
+    variance = np.clip(
+        sums.variance + sums.second - 2 * step * sums.first + np.square(step), *VARIANCES
+    )
     noise = np.where(
-        sums.residual > 0, np.maximum(sums.residual / np.maximum(sums.predicted, 1.0), 1e-6), priors.noise
+        sums.residual > 0,
+        np.maximum(sums.residual / np.maximum(sums.predicted, 1.0), 1e-6),
+        priors.noise,
     )
     new, use = Priors(mean, variance, noise), heard[:, None]
-    return Priors(*(np.where(use if a.ndim > 1 else heard, a, b) for a, b in zip(new, priors, strict=True)))
+    return Priors(
+        *(np.where(use if a.ndim > 1 else heard, a, b) for a, b in zip(new, priors, strict=True))
+    )

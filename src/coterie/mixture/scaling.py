@@ -10,9 +10,15 @@ from coterie.mixture.posterior import Rows
 FEWEST = 5
 """With fewer own rows their spread is not believed: numbers stay as they are."""
 RAREST = 4.0
-"""How many units a user's own value is away at most: a category that is rare in the own rows is not blown up."""
+"""How many units a user's own value is away at most.
+
+A category that is rare in the own rows is not blown up.
+"""
 FARTHEST = 100.0
-"""How many of user 0's standard deviations a peer's value may be away; what is farther counts as this."""
+"""How many of user 0's standard deviations a peer's value may be away.
+
+What is farther counts as this.
+"""
 
 
 class Scaling(NamedTuple):
@@ -39,7 +45,13 @@ class Scaling(NamedTuple):
         if not family.is_squared:
             return cls(shift, scale, np.zeros(k), np.ones(k), intercept)
         target_shift, target_scale = _spread(targets, centred=intercept)
-        return cls(shift, scale, target_shift, np.full(k, np.sqrt(np.square(target_scale).mean())), intercept)
+        return cls(
+            shift,
+            scale,
+            target_shift,
+            np.full(k, np.sqrt(np.square(target_scale).mean())),
+            intercept,
+        )
 
     def rows(self, inputs: Array, targets: Array) -> Rows:
         """Return rows in these units, with a column of ones where there is an intercept."""
@@ -50,7 +62,9 @@ class Scaling(NamedTuple):
     def unscaled(self, rows: Rows) -> Rows:
         """Return rows in the caller's units, the column of ones kept."""
         columns = len(self.scale)
-        inputs = np.column_stack([rows.inputs[:, :columns] * self.scale + self.shift, rows.inputs[:, columns:]])
+        inputs = np.column_stack(
+            [rows.inputs[:, :columns] * self.scale + self.shift, rows.inputs[:, columns:]]
+        )
         return Rows(inputs, self.outputs(rows.targets))
 
     def clipped(self, rows: Rows) -> Rows:
@@ -65,7 +79,11 @@ class Scaling(NamedTuple):
     def back(self, parameters: Array) -> Array:
         """Return parameters (D, …, K) in the caller's units."""
         columns = len(self.scale)
-        slopes = parameters[:columns] / self.scale.reshape(-1, *[1] * (parameters.ndim - 1)) * self.target_scale
+        slopes = (
+            parameters[:columns]
+            / self.scale.reshape(-1, *[1] * (parameters.ndim - 1))
+            * self.target_scale
+        )
         if not self.intercept:
             return slopes
         base = self.outputs(parameters[columns]) - np.tensordot(self.shift, slopes, 1)
@@ -73,7 +91,10 @@ class Scaling(NamedTuple):
 
 
 def _spread(values: Array, *, centred: bool) -> tuple[Array, Array]:
-    """Return by what columns are shifted and scaled; one that is constant, or of few rows, keeps its scale."""
+    """Return by what columns are shifted and scaled.
+
+    One that is constant, or of few rows, keeps its scale.
+    """
     values = np.asarray(values, dtype=np.float64)
     values = values[np.isfinite(values).all(1)]
     width = values.shape[1]

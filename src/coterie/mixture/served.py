@@ -13,7 +13,8 @@ from coterie.mixture.families import Array
 class Predictor(NamedTuple):
     """A model that can be served: its outputs are divided by a temperature.
 
-    Candidates that differ in nothing but the temperature name the same module: it is then asked once.
+    Candidates that differ in nothing but the temperature name the same module: it is then asked
+    once.
     """
 
     model: nn.Module
@@ -23,10 +24,10 @@ class Predictor(NamedTuple):
 class MixedPredictions(nn.Module):
     """One module whose predictions are a weighted mean of those of several: Σ w p(· | x).
 
-    Outputs are in the form that the loss expects: logarithms of the mixed probabilities for cross entropy, their
-    log odds for binary cross entropy, the logarithm of the mixed mean for counts, and the mixed mean for numbers.
-    Its parameters are those of its parts, so that it can be trained on; weights and temperatures are buffers, and
-    `state_dict` holds all of them.
+    Outputs are in the form that the loss expects: logarithms of the mixed probabilities for cross
+    entropy, their log odds for binary cross entropy, the logarithm of the mixed mean for counts,
+    and the mixed mean for numbers. Its parameters are those of its parts, so that it can be trained
+    on; weights and temperatures are buffers, and `state_dict` holds all of them.
 
     Args:
         predictors: at least one; a module that several name is held once.
@@ -46,7 +47,9 @@ class MixedPredictions(nn.Module):
     temperatures: Tensor
     which: Tensor
 
-    def __init__(self, predictors: Sequence[Predictor], weights: Sequence[float], family: str) -> None:
+    def __init__(
+        self, predictors: Sequence[Predictor], weights: Sequence[float], family: str
+    ) -> None:
         super().__init__()
         if len(predictors) != len(weights) or not predictors:
             raise ValueError("every predictor has a weight, and there is at least one")
@@ -58,14 +61,18 @@ class MixedPredictions(nn.Module):
         place = {id(part): index for index, part in enumerate(distinct)}
         given = torch.as_tensor(list(weights), dtype=torch.float64)
         self.register_buffer("weights", (given / given.sum()).float())
-        self.register_buffer("temperatures", torch.tensor([float(one.temperature) for one in predictors]))
+        self.register_buffer(
+            "temperatures", torch.tensor([float(one.temperature) for one in predictors])
+        )
         self.register_buffer("which", torch.tensor([place[id(one.model)] for one in predictors]))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the mixture for a batch of inputs."""
         outputs = torch.stack([part(inputs) for part in self.parts])[self.which]
         shape = (-1, *[1] * (outputs.ndim - 1))
-        weights, temperatures = (each.to(outputs).reshape(shape) for each in (self.weights, self.temperatures))
+        weights, temperatures = (
+            each.to(outputs).reshape(shape) for each in (self.weights, self.temperatures)
+        )
         mixed: Tensor = _MIXED[self.family](outputs / temperatures, weights)
         return mixed
 
@@ -92,7 +99,10 @@ _MIXED = {"softmax": _softmax, "logistic": _logistic, "poisson": _poisson, "squa
 
 def mixed_outputs(family: str, outputs: Array, weights: Array) -> Array:
     """Return the outputs of mixtures of J predictions, (n, K), from theirs, (n, J, K), and weights (n, J)."""
-    stacked, shares = torch.from_numpy(outputs).movedim(1, 0), torch.from_numpy(weights).movedim(1, 0)
+    stacked, shares = (
+        torch.from_numpy(outputs).movedim(1, 0),
+        torch.from_numpy(weights).movedim(1, 0),
+    )
     mixed: Array = _MIXED[family](stacked, shares[..., None]).numpy()
     return mixed
 

@@ -22,7 +22,8 @@ class Series:
     legend: str  # its name in the figure
     x: FloatArray  # where it is recorded, mostly steps
     exact: FloatArray  # the exact values there
-    stationary: float | None = None  # the level after infinitely many steps; None where that has no meaning
+    # the level after infinitely many steps; None where that has no meaning
+    stationary: float | None = None
     mean: FloatArray | None = None  # of the sampled runs; None where nothing is sampled
     error: FloatArray | None = None  # the standard error of that mean
     knobs: str = ""  # in words
@@ -51,17 +52,26 @@ class Line:
 
     def final(self, steps: int) -> float:
         """Return the exact expected loss after `steps` steps."""
-        return float(self.problem.expected(self.rule, self.lr, [steps], average_from=self.average_from).loss[-1])
+        return float(
+            self.problem.expected(self.rule, self.lr, [steps], average_from=self.average_from).loss[
+                -1
+            ]
+        )
 
     def series(self, steps: Sequence[int], seed: int) -> Series:
-        """Return the exact curve and 100 sampled runs; their noise depends on the seed and the label."""
+        """Return the exact curve and 100 sampled runs.
+
+        Their noise depends on the seed and the label.
+        """
         law = self.problem.law(self.rule, self.lr, steps, average_from=self.average_from)
         exact = law.expected()
         losses = self.problem.loss(law.paths(TRIALS, random_key(seed, self.label) % 2**63))
         settles = self.average_from is None and not callable(self.lr)
         level = self.problem.stationary(self.rule, float(self.lr)) if settles else None  # type: ignore[arg-type]
         x, error = exact.steps.astype(float), losses.std(0, ddof=1) / np.sqrt(TRIALS)
-        return Series(self.label, self.legend, x, exact.loss, level, losses.mean(0), error, self.knobs)
+        return Series(
+            self.label, self.legend, x, exact.loss, level, losses.mean(0), error, self.knobs
+        )
 
 
 def recorded(steps: int, first: int = 1, points: int = 160) -> list[int]:

@@ -10,7 +10,15 @@ from matplotlib.figure import Figure
 
 from coterie.paper import tuned
 from coterie.paper.series import Line, Series, recorded
-from coterie.reporting.figures import COLOURS, DASHES, add_legend, gain, gain_factor, label_axes, logarithmic_axes
+from coterie.reporting.figures import (
+    COLOURS,
+    DASHES,
+    add_legend,
+    gain,
+    gain_factor,
+    label_axes,
+    logarithmic_axes,
+)
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, averaging_cost, averaging_speedup, best_alpha, mean_estimation
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
@@ -27,12 +35,15 @@ def loss_curves(series: Sequence[Series], title: str) -> Figure:
     axes = figure.add_subplot()
     label_axes(axes, title, "steps taken", "expected loss  E f₀(x) − f₀*")
     _losses(axes, series)
-    add_legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the curves, which go everywhere
+    # beside the curves, which go everywhere
+    add_legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
 
-def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float, note: str) -> Figure:
+def loss_panels(
+    panels: Mapping[str, Sequence[Series]], title: str, floor: float, note: str
+) -> Figure:
     """Draw expected losses over steps, one panel a group by its heading, with one colour for one legend in all.
 
     `floor` is a level to compare with, drawn across, and `note` says what it is.
@@ -45,20 +56,27 @@ def loss_panels(panels: Mapping[str, Sequence[Series]], title: str, floor: float
         _losses(axes, series)
         add_legend(axes)
         axes.axhline(floor, color="#444444", linewidth=0.8)
-        axes.annotate(note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        axes.annotate(
+            note, (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8
+        )
         axes.tick_params(labelleft=not i)
     figure.supxlabel(NOTE, fontsize=8, color="#555555")
     return figure
 
 
 def bias_growth(series: Sequence[Series]) -> Figure:
-    """Draw the speedup of weighted averaging over N + 1, for each m, at ζ = 0; the first, for m = 0, is linear."""
+    """Draw the speedup of weighted averaging over N + 1, for each m, at ζ = 0.
+
+    The first, for m = 0, is linear.
+    """
     figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     title = "Speedup of weighted averaging at ζ = 0"
     label_axes(axes, title, "number of users  N + 1", "speedup over training alone")
     for i, one in enumerate(series):
-        axes.plot(one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend)
+        axes.plot(
+            one.x, one.exact, color=COLOURS[i], linestyle="-" if i else "--", label=one.legend
+        )
     logarithmic_axes(axes)
     axes.margins(x=0)
     add_legend(axes)
@@ -71,10 +89,15 @@ def _losses(axes: Axes, series: Sequence[Series]) -> None:
         number = METHODS.get(one.legend, i)
         colour, dashes = COLOURS[number], DASHES[number]
         if one.mean is not None and one.error is not None:
-            low = np.maximum(one.mean - 2 * one.error, one.mean / 100)  # a logarithmic axis has no zero
-            axes.fill_between(one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0)
+            # a logarithmic axis has no zero
+            low = np.maximum(one.mean - 2 * one.error, one.mean / 100)
+            axes.fill_between(
+                one.x, low, one.mean + 2 * one.error, color=colour, alpha=0.25, linewidth=0
+            )
         width = 1.6 if i else 2.6  # what coincides with the first line stays visible on it
-        axes.plot(one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend)
+        axes.plot(
+            one.x, one.exact, color=colour, linestyle=dashes, linewidth=width, label=one.legend
+        )
     logarithmic_axes(axes)
     axes.margins(x=0)
 
@@ -96,11 +119,15 @@ class Study:
     series: Callable[[int], list[Series]]  # its lines, from a seed
     draw: Callable[[Sequence[Series]], Figure]  # the figure, from its lines
     unit: str = "expected loss"  # what its values are
-    panels: Mapping[str, str] = field(default_factory=dict)  # headings of its panels, by how labels end
+    # headings of its panels, by how labels end
+    panels: Mapping[str, str] = field(default_factory=dict)
 
 
 def paper_problem(n_peers: int = N_PEERS, shift: float = 4.0) -> NoisyQuadratic:
-    """Return the authors' quadratic: a_0 = 1, a_1 = 2, x_0* = 1, x_1* = 1 + shift, σ = 10, x_0 ~ N(0, 1)."""
+    """Return the authors' quadratic.
+
+    A_0 = 1, a_1 = 2, x_0* = 1, x_1* = 1 + shift, σ = 10, x_0 ~ N(0, 1).
+    """
     average = Quadratic(2, 1 + shift, 10 / n_peers**0.5)
     return NoisyQuadratic(Quadratic(1, 1, 10), [average], x0_spread=1)
 
@@ -116,7 +143,14 @@ def comparison() -> list[Line]:
     return [
         Line("alone", "Alone", problem, Alone(), 1e-4, knobs="η = 1e-4"),
         Line("wga", "WGA", problem, WeightedAveraging(1e-3), 1e-4, knobs="η = 1e-4, α = 1e-3"),
-        Line("bc", "BC", problem, notebook_correction(ALPHA), 1e-4, knobs=f"η = β = 1e-4, α = {ALPHA:.4f}"),
+        Line(
+            "bc",
+            "BC",
+            problem,
+            notebook_correction(ALPHA),
+            1e-4,
+            knobs=f"η = β = 1e-4, α = {ALPHA:.4f}",
+        ),
     ]
 
 
@@ -161,13 +195,23 @@ def tuned_comparison() -> list[Line]:
 
 
 def mean_estimation_lines(seed: int) -> list[Series]:
-    """Return weighted means of 1 to 100,000 samples: own only, equal weights, and the best weight."""
+    """Return weighted means of 1 to 100,000 samples.
+
+    Own only, equal weights, and the best weight.
+    """
     noise, gap, horizon = 10.0, 0.3, 1_000
     constants = mean_estimation(noise, gap, N_PEERS)
     problem = NoisyQuadratic(Quadratic(1, 0, noise), [Quadratic(1, gap, noise / N_PEERS**0.5)])
     steps = recorded(100_000)
     lines = [
-        Line(label, legend, problem, WeightedAveraging(alpha), lambda t: 1 / (t + 1), knobs=f"α = {alpha:.3g}")
+        Line(
+            label,
+            legend,
+            problem,
+            WeightedAveraging(alpha),
+            lambda t: 1 / (t + 1),
+            knobs=f"α = {alpha:.3g}",
+        )
         for label, legend, alpha in (
             ("alone", "own samples only (α = 0)", 0.0),
             ("equal", "all samples alike (α = N/(N + 1))", N_PEERS / (N_PEERS + 1)),
@@ -175,10 +219,17 @@ def mean_estimation_lines(seed: int) -> list[Series]:
         )
     ]
     x = np.array(steps, dtype=float)
-    envelope = averaging_cost(constants, best_alpha(constants, x), x) / 2  # the loss is half the squared error
+    # the loss is half the squared error
+    envelope = averaging_cost(constants, best_alpha(constants, x), x) / 2
     return [
         *(line.series(steps, seed) for line in lines),
-        Series("best_at_each", "the best α for each number of steps", x, np.asarray(envelope), knobs="α*(T)"),
+        Series(
+            "best_at_each",
+            "the best α for each number of steps",
+            x,
+            np.asarray(envelope),
+            knobs="α*(T)",
+        ),
     ]
 
 
@@ -196,7 +247,9 @@ def bias_growth_lines(seed: int) -> list[Series]:
     users = np.arange(2.0, 101.0)
 
     def line(m: float) -> Series:
-        problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=users - 1, bias_growth=m)
+        problem = Constants(
+            smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=users - 1, bias_growth=m
+        )
         speedup = np.asarray(averaging_speedup(problem, steps=1))
         return Series(f"{m:g}", "m = 0: linear" if not m else f"m = {m:g}", users, speedup)
 
@@ -206,10 +259,14 @@ def bias_growth_lines(seed: int) -> list[Series]:
 def _by_shift(rule: Rule, lr: float, knobs: str) -> list[Line]:
     """Return a rule for peers whose optimum is 10 to 100,000 away."""
     shifts = (10, 100, 1_000, 10_000, 100_000)
-    return [Line(f"{s}", f"shift {s:,}", paper_problem(shift=s), rule, lr, knobs=knobs) for s in shifts]
+    return [
+        Line(f"{s}", f"shift {s:,}", paper_problem(shift=s), rule, lr, knobs=knobs) for s in shifts
+    ]
 
 
-def _curves(settings: Callable[[], list[Line]], steps: int, first: int = 10) -> Callable[[int], list[Series]]:
+def _curves(
+    settings: Callable[[], list[Line]], steps: int, first: int = 10
+) -> Callable[[int], list[Series]]:
     """Return a function from a seed to the series of some settings."""
     return lambda seed: [setting.series(recorded(steps, first), seed) for setting in settings()]
 
@@ -224,60 +281,66 @@ _TUNED = {
 def _draw_tuned(series: Sequence[Series]) -> Figure:
     panels = {title: [s for s in series if s.label.endswith(end)] for end, title in _TUNED.items()}
     panels["best constant steps"].append(series[0])
-    return loss_panels(panels, "Every method at its own best", 100 / (2 * STEPS), "σ²/2T: all that g₀ can tell")
+    return loss_panels(
+        panels, "Every method at its own best", 100 / (2 * STEPS), "σ²/2T: all that g₀ can tell"
+    )
 
 
 STUDIES = {
     "comparison": Study(
         "Alone, WGA and BC",
-        "The paper: “BC achieves a lower loss than training alone or using WGA. The step sizes were tuned for "
-        "training alone and WGA, but not for BC.”",
-        "At this step size BC settles at 9.38e-4 and Alone at 2.50e-3. BC's rise at the start comes from c_0 = 0; "
-        "a warm-up of β removes it, the first observed bias as c_0, a single noisy one, does not. At other step "
-        "sizes and schedules the order is another: see the comparison of every method at its own best.",
+        "The paper: “BC achieves a lower loss than training alone or using WGA. The step sizes were"
+        " tuned for training alone and WGA, but not for BC.”",
+        "At this step size BC settles at 9.38e-4 and Alone at 2.50e-3. BC's rise at the start comes"
+        " from c_0 = 0; a warm-up of β removes it, the first observed bias as c_0, a single noisy"
+        " one, does not. At other step sizes and schedules the order is another: see the comparison"
+        " of every method at its own best.",
         _curves(comparison, STEPS),
         partial(loss_curves, title="Alone, WGA and BC at η = 10⁻⁴"),
     ),
     "bias_on_bc": Study(
         "BC: the bias delays, and leaves nothing",
-        "The paper: “ζ influences the time needed for convergence but eventually all curves converge to the "
-        "same error level.”",
-        "The level is 9.38e-4 whatever the shift x_1* − x_0*; each factor of ten in the shift delays it by some "
-        "58,000 steps.",
+        "The paper: “ζ influences the time needed for convergence but eventually all curves"
+        " converge to the same error level.”",
+        "The level is 9.38e-4 whatever the shift x_1* − x_0*; each factor of ten in the shift"
+        " delays it by some 58,000 steps.",
         _curves(bias_on_bc, STEPS),
         partial(loss_curves, title="BC with peers ever farther away"),
     ),
     "bias_on_wga": Study(
         "WGA: the bias stays",
-        "The paper: “The bigger ζ is the bigger the final loss will be. In fact, WGA can only converge up to "
-        "O(α²ζ²).”",
-        "The level is ½ (2α shift/(1 + α))², which grows with the square of the shift, above a noise floor of "
-        "1.25e-2.",
+        "The paper: “The bigger ζ is the bigger the final loss will be. In fact, WGA can only"
+        " converge up to O(α²ζ²).”",
+        "The level is ½ (2α shift/(1 + α))², which grows with the square of the shift, above a"
+        " noise floor of 1.25e-2.",
         _curves(bias_on_wga, STEPS),
         partial(loss_curves, title="WGA with peers ever farther away"),
     ),
     "peers_on_bc": Study(
         "BC: more peers, then saturation",
-        "The paper: “Increasing N does improve the level to which BC converges [...]. However we observe the "
-        "discussed saturation effect [...] resulting from using a β independent of N and T.”",
-        "5.15e-3, 1.72e-3, 1.44e-3 and 1.26e-3 for 1, 10, 20 and 50 peers: what remains is user 0's own noise, "
-        "which comes in through the bias estimate at the rate β.",
+        "The paper: “Increasing N does improve the level to which BC converges [...]. However we"
+        " observe the discussed saturation effect [...] resulting from using a β independent of N"
+        " and T.”",
+        "5.15e-3, 1.72e-3, 1.44e-3 and 1.26e-3 for 1, 10, 20 and 50 peers: what remains is user 0's"
+        " own noise, which comes in through the bias estimate at the rate β.",
         _curves(peers_on_bc, STEPS),
         partial(loss_curves, title="BC with 1 to 50 peers"),
     ),
     "alone_steps": Study(
         "Alone at six step sizes",
-        "The paper: “The step sizes were tuned for training alone.” This is the tuning, among constant step sizes.",
-        "The level is ησ²/(2(2 − η)), proportional to η; the time to reach it is proportional to 1/η.",
+        "The paper: “The step sizes were tuned for training alone.” This is the tuning, among"
+        " constant step sizes.",
+        "The level is ησ²/(2(2 − η)), proportional to η; the time to reach it is proportional to"
+        " 1/η.",
         _curves(alone_steps, STEPS),
         partial(loss_curves, title="Alone at six step sizes"),
     ),
     "gain_factor": Study(
         "When weighted averaging pays",
-        "The paper: “The bigger N and the smaller Tζ² (cumulative bias) is relative to σ_0², the bigger the "
-        "resulting speedup from collaboration.”",
-        "For m = 0 the speedup is 1 + 1/(1/N + μTζ²/(Lσ_0²)): at most N + 1, and at most 1 + Lσ_0²/(μTζ²) "
-        "whatever N. A closed form: nothing is sampled, nothing settles.",
+        "The paper: “The bigger N and the smaller Tζ² (cumulative bias) is relative to σ_0², the"
+        " bigger the resulting speedup from collaboration.”",
+        "For m = 0 the speedup is 1 + 1/(1/N + μTζ²/(Lσ_0²)): at most N + 1, and at most 1 +"
+        " Lσ_0²/(μTζ²) whatever N. A closed form: nothing is sampled, nothing settles.",
         gain_factor_lines,
         lambda _: gain_factor(),
         unit="speedup at the right edge",
@@ -285,40 +348,43 @@ STUDIES = {
     "bias_growth": Study(
         "A bias that grows with the gradient",
         "The paper: “As m grows the speedup becomes more and more sub-linear.”",
-        "Among 100 users the speedup is 100, 65, 27 and 2.8 for m = 0, 0.2, 0.5 and 1. A formula: nothing is "
-        "sampled, nothing settles.",
+        "Among 100 users the speedup is 100, 65, 27 and 2.8 for m = 0, 0.2, 0.5 and 1. A formula:"
+        " nothing is sampled, nothing settles.",
         bias_growth_lines,
         bias_growth,
         unit="speedup at N + 1 = 100",
     ),
     "mean_estimation": Study(
         "Estimating a mean",
-        "The paper, for f_k = ½(x − μ_k)², recovers the known rate of the weighted mean, O(σ²(α)/T + α²(μ_0 − "
-        "μ_1)²), up to logarithms that decreasing steps remove.",
-        "With η_t = 1/(t + 1), WGA is the weighted mean, and its squared error is σ²(α)/T + α²(μ_0 − μ_1)² "
-        "exactly. Here σ = 10, N = 10 and μ_1 − μ_0 = 0.3: in the end Alone overtakes every fixed α > 0.",
+        "The paper, for f_k = ½(x − μ_k)², recovers the known rate of the weighted mean, O(σ²(α)/T"
+        " + α²(μ_0 − μ_1)²), up to logarithms that decreasing steps remove.",
+        "With η_t = 1/(t + 1), WGA is the weighted mean, and its squared error is σ²(α)/T + α²(μ_0"
+        " − μ_1)² exactly. Here σ = 10, N = 10 and μ_1 − μ_0 = 0.3: in the end Alone overtakes"
+        " every fixed α > 0.",
         mean_estimation_lines,
         partial(loss_curves, title="A mean from own and others' samples"),
     ),
     "tuned_comparison": Study(
         "Every method at its own best",
         "Not in the paper, which compares the methods at one step size.",
-        "At the best constant knobs for 700,000 steps BC ends at 1.77e-4 and Alone at 2.13e-4. With decreasing "
-        "steps Alone reaches σ²/2T = 7.1e-5, all that T of its own gradients can tell, a thirteenth of BC as "
-        "printed. The best BC with decreasing steps (7.18e-5) or with averaging (7.30e-5) comes near that value "
-        "and not below it, since at its slow end BC knows of f_0 only what g_0 tells. The oracle, which is told "
-        "the bias, goes below by the factor N + 1.",
+        "At the best constant knobs for 700,000 steps BC ends at 1.77e-4 and Alone at 2.13e-4. With"
+        " decreasing steps Alone reaches σ²/2T = 7.1e-5, all that T of its own gradients can tell,"
+        " a thirteenth of BC as printed. The best BC with decreasing steps (7.18e-5) or with"
+        " averaging (7.30e-5) comes near that value and not below it, since at its slow end BC"
+        " knows of f_0 only what g_0 tells. The oracle, which is told the bias, goes below by the"
+        " factor N + 1.",
         _curves(tuned_comparison, STEPS),
         _draw_tuned,
         panels=_TUNED | {"printed": "best constant steps"},
     ),
     "drift": Study(
         "Where BC wins: objectives that drift together",
-        "Not in the paper. All optima take the same random steps: old gradients go out of date, the bias does not.",
-        "Alone must trade noise for lag; its best constant step is the gain of the Kalman filter, so no "
-        "schedule does better than .0500. BC averages the bias over the whole run and the noise over the peers: "
-        ".0162 with 10 peers, .0062 with 100, near the oracle's .0151 and .0050. WGA gains nothing: its bias "
-        "costs more than its noise.",
+        "Not in the paper. All optima take the same random steps: old gradients go out of date, the"
+        " bias does not.",
+        "Alone must trade noise for lag; its best constant step is the gain of the Kalman filter,"
+        " so no schedule does better than .0500. BC averages the bias over the whole run and the"
+        " noise over the peers: .0162 with 10 peers, .0062 with 100, near the oracle's .0151 and"
+        " .0050. WGA gains nothing: its bias costs more than its noise.",
         _curves(partial(tuned.drifting_optimum, DRIFT_STEPS), DRIFT_STEPS),
         partial(loss_curves, title="Tracking an optimum that drifts"),
     ),

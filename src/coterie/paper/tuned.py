@@ -1,4 +1,7 @@
-"""Every method at its own best knobs: the comparison that the paper lacks, and the problem where BC wins it."""
+"""Every method at its own best knobs.
+
+The comparison that the paper lacks, and the problem where BC wins it.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +20,8 @@ from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 def best(make: Callable[..., Line], start: Sequence[float], steps: int) -> Line:
     """Return the setting with the least expected loss after `steps` steps (simplex search of Nelder and Mead).
 
-    The knobs of `make`, all positive, are searched on a logarithmic scale; it may refuse some with a `KnobError`.
+    The knobs of `make`, all positive, are searched on a logarithmic scale; it may refuse some with
+    a `KnobError`.
     """
 
     def log_loss(logs: FloatArray) -> float:
@@ -28,7 +32,9 @@ def best(make: Callable[..., Line], start: Sequence[float], steps: int) -> Line:
             return np.inf
         return float(np.log(loss)) if np.isfinite(loss) else np.inf
 
-    optimum = minimize(log_loss, np.log(start), method="Nelder-Mead", options={"xatol": 0.1, "fatol": 1e-4})
+    optimum = minimize(
+        log_loss, np.log(start), method="Nelder-Mead", options={"xatol": 0.1, "fatol": 1e-4}
+    )
     return make(*np.exp(optimum.x).tolist())
 
 
@@ -37,15 +43,17 @@ def constant_steps(
 ) -> list[Line]:
     """Return every method at its best constant knobs for the loss after `steps` steps.
 
-    With `average_from`, the mean of the iterates after that step is judged, not the last. BC then takes large steps
-    and needs its warm-up; without averaging it is better off here with c_0 = 0, whose push towards the peers'
-    optimum happens to be in the direction of user 0's.
+    With `average_from`, the mean of the iterates after that step is judged, not the last. BC then
+    takes large steps and needs its warm-up; without averaging it is better off here with c_0 = 0,
+    whose push towards the peers' optimum happens to be in the direction of user 0's.
     """
     schedule = "constant" if average_from is None else "averaged"
     cold, share = average_from is None, n_peers / (n_peers + 1)
 
     def line(label: str, legend: str, rule: Rule, lr: float, knobs: str = "") -> Line:
-        return Line(f"{label}_{schedule}", legend, problem, rule, lr, average_from, f"η = {lr:.2g}{knobs}")
+        return Line(
+            f"{label}_{schedule}", legend, problem, rule, lr, average_from, f"η = {lr:.2g}{knobs}"
+        )
 
     def alone(lr: float) -> Line:
         return line("alone", "Alone", Alone(), lr)
@@ -68,14 +76,18 @@ def constant_steps(
     ]
 
 
-def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_floor: float) -> list[Line]:
+def decreasing_steps(
+    problem: NoisyQuadratic, n_peers: int, steps: int, bias_floor: float
+) -> list[Line]:
     """Return every method with steps and, for BC, a β that decrease as 1/t, on a problem with a_0 = 1, σ_0 = 10.
 
-    The best θ and φ of η_t = θ/(t + 1), β_t = φ/(t + 1) do not depend on the horizon; BC's are therefore
-    searched at a hundredth of it, at a hundredth of the cost.
+    The best θ and φ of η_t = θ/(t + 1), β_t = φ/(t + 1) do not depend on the horizon; BC's are
+    therefore searched at a hundredth of it, at a hundredth of the cost.
     """
     share = n_peers / (n_peers + 1)
-    constants = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=n_peers, bias_floor=bias_floor)
+    constants = Constants(
+        smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=n_peers, bias_floor=bias_floor
+    )
     alpha = float(best_alpha(constants, steps))
 
     def bc(theta: float, phi: float) -> Line:
@@ -86,7 +98,14 @@ def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_flo
     grid = [bc(*knobs) for knobs in itertools.product((0.7, 1, 1.5, 2, 4), (1, 3, 10, 30, 100))]
 
     def line(label: str, legend: str, rule: Rule, knobs: str = "") -> Line:
-        return Line(f"{label}_decreasing", legend, problem, rule, _decreasing(1), knobs=f"η = 1/(t+1){knobs}")
+        return Line(
+            f"{label}_decreasing",
+            legend,
+            problem,
+            rule,
+            _decreasing(1),
+            knobs=f"η = 1/(t+1){knobs}",
+        )
 
     return [
         line("alone", "Alone", Alone()),
@@ -99,9 +118,9 @@ def decreasing_steps(problem: NoisyQuadratic, n_peers: int, steps: int, bias_flo
 def drifting_optimum(steps: int) -> list[Line]:
     """Return every method at its best knobs on objectives that drift together, for the loss after `steps` steps.
 
-    All curvatures are 1, σ = 10, the peers' optimum is 4 away from user 0's, and all optima take a random
-    step of standard deviation 0.01 after every step. BC's bias estimate forgets nothing within the run:
-    β = 1/steps, with α = N/(N + 1).
+    All curvatures are 1, σ = 10, the peers' optimum is 4 away from user 0's, and all optima take a
+    random step of standard deviation 0.01 after every step. BC's bias estimate forgets nothing
+    within the run: β = 1/steps, with α = N/(N + 1).
     """
 
     def problem(n_peers: int) -> NoisyQuadratic:
@@ -116,11 +135,16 @@ def drifting_optimum(steps: int) -> list[Line]:
         return Line("wga_100", "WGA, N = 100", problem(100), rule, lr, knobs=knobs)
 
     def corrected(n_peers: int, *, oracle: bool) -> Callable[[float], Line]:
-        label, legend = (f"{'oracle' if oracle else 'bc'}_{n_peers}", f"BC{', oracle' * oracle}, N = {n_peers}")
+        label, legend = (
+            f"{'oracle' if oracle else 'bc'}_{n_peers}",
+            f"BC{', oracle' * oracle}, N = {n_peers}",
+        )
         share, one = n_peers / (n_peers + 1), problem(n_peers)
         rule = one.oracle(share) if oracle else BiasCorrection(share, 1 / steps)
         beta = "" if oracle else f", β = {1 / steps:.2g}"
-        return lambda lr: Line(label, legend, one, rule, lr, knobs=f"η = {lr:.2g}, α = {share:.2g}{beta}")
+        return lambda lr: Line(
+            label, legend, one, rule, lr, knobs=f"η = {lr:.2g}, α = {share:.2g}{beta}"
+        )
 
     lines = [corrected(n_peers, oracle=oracle) for n_peers in (10, 100) for oracle in (False, True)]
     return [

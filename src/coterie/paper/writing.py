@@ -15,7 +15,8 @@ from coterie.users.sampling import random_key
 def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str]:
     """Make figures and yield the name of each once it is written.
 
-    For every figure `NAME.png` and `NAME.pdf`; `results.json` grows with each, `index.html` comes last.
+    For every figure `NAME.png` and `NAME.pdf`; `results.json` grows with each, `index.html` comes
+    last.
 
     Args:
         names: the figures; all when empty.
@@ -39,13 +40,22 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
         figure.savefig(out / f"{name}.pdf", metadata={"CreationDate": None})
         results[name] = {
             "series": {one.label: one.results() for one in series},
-            "curves": {one.label: {"x": one.x.tolist(), "exact": one.exact.tolist()} for one in series},
+            "curves": {
+                one.label: {"x": one.x.tolist(), "exact": one.exact.tolist()} for one in series
+            },
             "knobs": {one.label: one.knobs for one in series if one.knobs},
         }
-        (out / "results.json").write_text(json.dumps({"figures": results}, indent=1), encoding="utf-8")
-        sections.append(Section(study.title, [study.claim, study.finding], [_table(study, series)], [figure]))
+        (out / "results.json").write_text(
+            json.dumps({"figures": results}, indent=1), encoding="utf-8"
+        )
+        sections.append(
+            Section(study.title, [study.claim, study.finding], [_table(study, series)], [figure])
+        )
         yield name
-    lead = Lead(f"{len(sections)} figures, computed exactly: each with what the paper says and what was found.")
+    lead = Lead(
+        f"{len(sections)} figures, computed exactly: each with what the paper says and what was"
+        " found."
+    )
     title = "Linear speedup in personalized collaborative learning, reproduced"
     write_page(out / "index.html", title, sections, lead=lead)
 
@@ -59,9 +69,11 @@ def _table(study: Study, series: Sequence[Series]) -> list[dict[str, str]]:
             "knobs": one.knobs,
             f"{study.unit}, exact": f"{one.exact[-1]:.3g}",
             "stationary, exact": "–" if one.stationary is None else f"{one.stationary:.3g}",
-            f"{TRIALS} sampled runs": "–"
-            if one.mean is None or one.error is None
-            else f"{one.mean[-1]:.3g} ± {one.error[-1]:.1g}",
+            f"{TRIALS} sampled runs": (
+                "–"
+                if one.mean is None or one.error is None
+                else f"{one.mean[-1]:.3g} ± {one.error[-1]:.1g}"
+            ),
         }
         for one in series
     ]

@@ -1,4 +1,7 @@
-"""The accountant: what ε everything that was given adds up to; dp-accounting's privacy loss distributions."""
+"""The accountant: what ε everything that was given adds up to.
+
+Dp-accounting's privacy loss distributions.
+"""
 
 import math
 from collections import Counter
@@ -11,16 +14,25 @@ from coterie.arguments import check_fields, real
 from coterie.errors import CoterieError, not_installed
 
 INTERVAL = 1e-3
-"""How finely privacy losses are told apart; a coarser interval gives a larger ε, never a smaller one."""
+"""How finely privacy losses are told apart.
+
+A coarser interval gives a larger ε, never a smaller one.
+"""
 
 LEAST_NOISE, MOST_NOISE = 0.1, 1e6
 """Less noise than this protects nobody, and more is never needed."""
 
 NO_PROMISE = 1000.0
-"""A mean privacy loss beyond this is taken for infinite: its distribution would not fit into memory."""
+"""A mean privacy loss beyond this is taken for infinite.
+
+Its distribution would not fit into memory.
+"""
 
 MAX_KINDS = 16
-"""How many kinds of events are added up: each costs time, and there is one more with each number of examples."""
+"""How many kinds of events are added up.
+
+Each costs time, and there is one more with each number of examples.
+"""
 
 RATE = real("lie in (0, 1]", lambda value: 0 < value <= 1)
 NOISE = real(
@@ -31,7 +43,9 @@ NOISE = real(
 
 @dataclass(frozen=True, order=True)
 class Event:
-    """One private gradient: a Poisson sample at a rate, clipped to a norm, with noise in multiples of that norm.
+    """One private gradient.
+
+    A Poisson sample at a rate, clipped to a norm, with noise in multiples of that norm.
 
     Example:
         >>> Event(rate=0.01, noise=1.0)
@@ -46,7 +60,9 @@ class Event:
 
 
 def epsilon_of(events: Mapping[Event, int], delta: float) -> float:
-    """Return the ε that so many of these events amount to, at this δ; an example is there or it is not.
+    """Return the ε that so many of these events amount to, at this δ.
+
+    An example is there or it is not.
 
     Example:
         >>> round(epsilon_of({Event(rate=0.01, noise=1.0): 1000}, delta=1e-5), 2)
@@ -62,16 +78,21 @@ def _epsilon(events: tuple[tuple[Event, int], ...], delta: float) -> float:
     if sum(n * (event.rate / event.noise) ** 2 / 2 for event, n in events) > NO_PROMISE:
         return math.inf
     accounting, pld = dp_accounting_packages()
-    accountant = pld.PLDAccountant(value_discretization_interval=INTERVAL)  # neighbours differ by one example
+    # neighbours differ by one example
+    accountant = pld.PLDAccountant(value_discretization_interval=INTERVAL)
     for event, n in events:
         gaussian = accounting.GaussianDpEvent(event.noise)
-        sampled = accounting.PoissonSampledDpEvent(event.rate, gaussian) if event.rate < 1 else gaussian
+        sampled = (
+            accounting.PoissonSampledDpEvent(event.rate, gaussian) if event.rate < 1 else gaussian
+        )
         accountant.compose(sampled, n)
     return float(accountant.get_epsilon(delta))
 
 
 def merged(events: Mapping[Event, int], most: int = MAX_KINDS) -> Counter[Event]:
-    """Return events of at most so many kinds that cost at least as much; those of the nearest rates become alike.
+    """Return events of at most so many kinds that cost at least as much.
+
+    Those of the nearest rates become alike.
 
     A larger rate costs more, and so does less noise.
 
@@ -108,7 +129,8 @@ def least_noise(rate: float, count: int, epsilon: float, delta: float) -> float:
         low, high = high, 2 * high
         if high > MOST_NOISE:
             raise CoterieError(
-                f"no noise lets `epsilon` = {epsilon:g} last for {count} gradients at the rate {rate:g}; give fewer"
+                f"no noise lets `epsilon` = {epsilon:g} last for {count} gradients at the rate"
+                f" {rate:g}; give fewer"
             )
     while high > 1.01 * low:
         middle = (low * high) ** 0.5
@@ -119,8 +141,8 @@ def least_noise(rate: float, count: int, epsilon: float, delta: float) -> float:
 class Budget:
     """An ε and a δ, and what may still be given of them.
 
-    To ask the accountant at every step would take longer than the step. So it is asked about twice as many events,
-    and again when those are spent; near the end about the exact number.
+    To ask the accountant at every step would take longer than the step. So it is asked about twice
+    as many events, and again when those are spent; near the end about the exact number.
 
     Example:
         >>> budget, event = Budget(epsilon=1.0, delta=1e-5), Event(rate=0.01, noise=1.0)
@@ -137,7 +159,8 @@ class Budget:
     def most(self, spent: Mapping[Event, int], event: Event, at_least: int) -> int:
         """Return how many of these events the budget allows beside what else was spent, as far as must be known.
 
-        That is `at_least` or more where so many are allowed, and the exact number where they are not.
+        That is `at_least` or more where so many are allowed, and the exact number where they are
+        not.
         """
         others = {other: n for other, n in spent.items() if other != event}
         key = frozenset(others.items()), event

@@ -1,8 +1,9 @@
 """Calls between sites that pass through somebody who may neither read them nor make one up.
 
-Each site makes a key for a job and signs it with the key that it is known by. Of two sites' keys follow secrets for
-the requests and the replies each way. A call is encrypted, and bound to the job, to who calls whom and to a
-number that is used once: one that was altered, repeated, or taken from another job does not open.
+Each site makes a key for a job and signs it with the key that it is known by. Of two sites' keys
+follow secrets for the requests and the replies each way. A call is encrypted, and bound to the job,
+to who calls whom and to a number that is used once: one that was altered, repeated, or taken from
+another job does not open.
 """
 
 import hashlib
@@ -44,9 +45,19 @@ class Calls:
     """
 
     def __init__(
-        self, identity: Identity, job: str, known: Mapping[str, str] | None = None, *, strangers: bool = True
+        self,
+        identity: Identity,
+        job: str,
+        known: Mapping[str, str] | None = None,
+        *,
+        strangers: bool = True,
     ) -> None:
-        self.site, self.job, self._known, self._strangers = identity.site, job, known or {}, strangers
+        self.site, self.job, self._known, self._strangers = (
+            identity.site,
+            job,
+            known or {},
+            strangers,
+        )
         self._private, offer = identity.offer(purpose=self._purpose)
         self.offer = offer.message()
         self._secrets: dict[str, bytes] = {}  # by site
@@ -57,7 +68,9 @@ class Calls:
         return PURPOSE + self.job.encode()
 
     def meet(self, offers: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """Take over the keys that others offer; return their fingerprints, and why others are left out.
+        """Take over the keys that others offer.
+
+        Return their fingerprints, and why others are left out.
 
         One that is not signed, or not the one known here, is. Who has a key in this job keeps it.
         """
@@ -69,7 +82,9 @@ class Calls:
                 offer = Offer.read(site, message, self._purpose)
                 if site in self._known or not self._strangers:
                     check_known({site: offer}, {site: self._known.get(site, "none")}, self.site)
-                secret = hashlib.sha256(shared_secret(self._private, offer) + self._purpose).digest()
+                secret = hashlib.sha256(
+                    shared_secret(self._private, offer) + self._purpose
+                ).digest()
             except MaskError as error:
                 refused[site] = str(error)
                 continue
@@ -121,7 +136,9 @@ class Calls:
         try:
             return bytes(cipher.decrypt(number.to_bytes(12, "big"), sealed, bound))
         except (InvalidTag, ValueError, OverflowError) as error:
-            raise MaskError(f"what is said to be a {about[2]} by {printable(site, 50)!r} is not one") from error
+            raise MaskError(
+                f"what is said to be a {about[2]} by {printable(site, 50)!r} is not one"
+            ) from error
 
     def _cipher(self, site: str, about: tuple[str, ...]) -> tuple[Any, bytes]:
         """Return what seals messages of one kind between this site and another, and what they are bound to."""

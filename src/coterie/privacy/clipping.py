@@ -32,8 +32,8 @@ def clipped_sum(rows: Tensor, clip: float) -> Tensor:
 def noisy(total: Tensor, clip: float, noise: float, over: float = 1.0) -> Tensor:
     """Return a sum with normal noise of standard deviation `noise` · `clip` on every number, divided by a size.
 
-    Both are added in double precision and given in single. So the last digits of a number, by which what was added
-    could be told from what it was added to (Mironov 2012), do not leave.
+    Both are added in double precision and given in single. So the last digits of a number, by which
+    what was added could be told from what it was added to (Mironov 2012), do not leave.
 
     Example:
         >>> noisy(torch.zeros(2), clip=1.0, noise=1.0).dtype

@@ -1,4 +1,7 @@
-"""Keys between sites: one by which a site is known for good, and one that it makes for each set of sites."""
+"""Keys between sites.
+
+One by which a site is known for good, and one that it makes for each set of sites.
+"""
 
 import hashlib
 import importlib.util
@@ -15,7 +18,10 @@ MASKED_SUMS = b"coterie: a key for masked sums"
 
 
 class Giving(IntEnum):
-    """How a site gives its gradients. What it gives elsewhere can be taken off a sum, and leaves the others'."""
+    """How a site gives its gradients.
+
+    What it gives elsewhere can be taken off a sum, and leaves the others'.
+    """
 
     PLAIN = 0  # on their own too
     MASKED = 1  # under masks only
@@ -24,7 +30,10 @@ class Giving(IntEnum):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a site shows of itself before a sum: a key for this sum alone, signed by the key it is known by."""
+    """What a site shows of itself before a sum.
+
+    A key for this sum alone, signed by the key it is known by.
+    """
 
     site: str
     key: bytes  # X25519, 32 bytes
@@ -44,7 +53,10 @@ class Offer:
 
     @classmethod
     def read(cls, site: str, message: Any, purpose: bytes = MASKED_SUMS) -> Self:
-        """Return the offer of a site in a message; a `MaskError` where it is not one, or not signed for this."""
+        """Return the offer of a site in a message.
+
+        A `MaskError` where it is not one, or not signed for this.
+        """
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -52,10 +64,16 @@ class Offer:
         texts = [fields.get(name) for name in ("key", "identity", "signature")]
         try:
             giving = Giving[str(fields.get("giving"))]
-            key, identity, signature = (bytes.fromhex(text) for text in texts if isinstance(text, str))
-            Ed25519PublicKey.from_public_bytes(identity).verify(signature, _signed(purpose, site, giving, key))
+            key, identity, signature = (
+                bytes.fromhex(text) for text in texts if isinstance(text, str)
+            )
+            Ed25519PublicKey.from_public_bytes(identity).verify(
+                signature, _signed(purpose, site, giving, key)
+            )
         except (LookupError, ValueError, InvalidSignature) as error:
-            raise MaskError(f"the key of {printable(site, 50)!r} is not signed by that site") from error
+            raise MaskError(
+                f"the key of {printable(site, 50)!r} is not signed by that site"
+            ) from error
         named = fields.get("site")
         if not isinstance(named, str) or named != site or len(key) != 32:
             raise MaskError(f"the key of {printable(site, 50)!r} is not one")
@@ -83,14 +101,18 @@ class Identity:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         self.site = site
-        self._key = Ed25519PrivateKey.from_private_bytes(secrets.token_bytes(32) if secret is None else secret)
+        self._key = Ed25519PrivateKey.from_private_bytes(
+            secrets.token_bytes(32) if secret is None else secret
+        )
 
     @property
     def fingerprint(self) -> str:
         """What people compare."""
         return fingerprint(self._key.public_key().public_bytes_raw())
 
-    def offer(self, giving: Giving = Giving.PLAIN, purpose: bytes = MASKED_SUMS) -> tuple[Any, Offer]:
+    def offer(
+        self, giving: Giving = Giving.PLAIN, purpose: bytes = MASKED_SUMS
+    ) -> tuple[Any, Offer]:
         """Return a new private key, and what the others may see of it and of how the site gives its gradients.
 
         It is good for one purpose, which is in what is signed.
@@ -100,7 +122,9 @@ class Identity:
         private = X25519PrivateKey.generate()
         key = private.public_key().public_bytes_raw()
         signature = self._key.sign(_signed(purpose, self.site, giving, key))
-        return private, Offer(self.site, key, self._key.public_key().public_bytes_raw(), signature, giving)
+        return private, Offer(
+            self.site, key, self._key.public_key().public_bytes_raw(), signature, giving
+        )
 
 
 def check_installed() -> None:
@@ -120,7 +144,10 @@ def shared_secret(private: Any, offer: Offer) -> bytes:
 
 
 def check_known(offers: Mapping[str, Offer], known: Mapping[str, str], me: str) -> None:
-    """Refuse a set of sites with one whose fingerprint is not that in `known`; any will do where that is empty."""
+    """Refuse a set of sites with one whose fingerprint is not that in `known`.
+
+    Any will do where that is empty.
+    """
     for site, offer in offers.items():
         if known and site != me and known.get(site, "").strip().lower() != offer.fingerprint:
             said = f"{printable(site, 50)!r} has the key {offer.fingerprint}"

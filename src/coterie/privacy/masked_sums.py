@@ -1,4 +1,7 @@
-"""Masked sums as user 0 has them, whatever carries the messages: who takes part, who is lost, what the sum is."""
+"""Masked sums as user 0 has them, whatever carries the messages.
+
+Who takes part, who is lost, what the sum is.
+"""
 
 import logging
 import math
@@ -26,9 +29,9 @@ Ask: TypeAlias = Callable[..., Mapping[str, Any]]
 class MaskedSums:
     """The sites of one job, who agree on keys, which user 0 passes on, and on τ, which stays.
 
-    Without the part of one site the others' are noise: a step in which one is missing is taken alone. One that
-    gives no answer is lost for this job, and so is one that refuses `misses` times in a row; the others then agree
-    on new keys.
+    Without the part of one site the others' are noise: a step in which one is missing is taken
+    alone. One that gives no answer is lost for this job, and so is one that refuses `misses` times
+    in a row; the others then agree on new keys.
 
     Args:
         misses: steps in a row after which a site that refuses is lost.
@@ -57,10 +60,15 @@ class MaskedSums:
         self._refusals: dict[str, int] = {}  # in a row
 
     def agree(self, weights: Mapping[str, float], step: int, ask: Ask) -> Agreement | None:
-        """Return what the sites that are left have agreed on, now or before; None where too few are left."""
+        """Return what the sites that are left have agreed on, now or before.
+
+        None where too few are left.
+        """
         tau = {name: float(weight) for name, weight in weights.items() if weight}
         if self._tau and tau != self._tau:
-            raise KnobError(f"`tau` must stay as it is where sums are masked: step {step} has other weights")
+            raise KnobError(
+                f"`tau` must stay as it is where sums are masked: step {step} has other weights"
+            )
         self._tau = tau
         while self._agreed is None and len(here := self._here()) >= max(2, self.minimum):
             self._agreed = self._agreement(here, step, ask)
@@ -94,14 +102,25 @@ class MaskedSums:
             return None, dict.fromkeys(agreed.weights, printable(error))
 
     def with_sum(
-        self, mine: Gradients, summed: Tensor | None, left_out: Mapping[str, str], weights: Mapping[str, float]
+        self,
+        mine: Gradients,
+        summed: Tensor | None,
+        left_out: Mapping[str, str],
+        weights: Mapping[str, float],
     ) -> Gradients:
-        """Return user 0's gradient together with the sum; with its own in the place of what is missing."""
+        """Return user 0's gradient together with the sum.
+
+        With its own in the place of what is missing.
+        """
         reasons = self.lost | dict(left_out)
         if summed is None:
             reasons = dict.fromkeys(weights, "too few sites for a sum") | reasons
-        answered = 0.0 if summed is None or self._agreed is None else sum(self._agreed.weights.values())
-        peers, answered = complete(mine.own, mine.own if summed is None else summed.to(mine.own), answered)
+        answered = (
+            0.0 if summed is None or self._agreed is None else sum(self._agreed.weights.values())
+        )
+        peers, answered = complete(
+            mine.own, mine.own if summed is None else summed.to(mine.own), answered
+        )
         asked = {name: reason for name, reason in reasons.items() if name in weights}
         return replace(mine, peers=peers, answered=answered, left_out=asked)
 
@@ -141,9 +160,19 @@ class MaskedSums:
 
 
 def _noise_told(reply: Any) -> tuple[float, int] | None:
-    """Return the noise that a sum must have for a site, in units of its gradient, and the margin; None without."""
-    noise, margin = (reply.get("noise"), reply.get("margin")) if isinstance(reply, dict) else (None, None)
-    if type(noise) is not float or not 0 < noise < math.inf or type(margin) is not int or margin < 0:
+    """Return the noise that a sum must have for a site, in units of its gradient, and the margin.
+
+    None without.
+    """
+    noise, margin = (
+        (reply.get("noise"), reply.get("margin")) if isinstance(reply, dict) else (None, None)
+    )
+    if (
+        type(noise) is not float
+        or not 0 < noise < math.inf
+        or type(margin) is not int
+        or margin < 0
+    ):
         return None
     return noise, margin
 

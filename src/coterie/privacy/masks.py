@@ -1,8 +1,10 @@
-"""Sums that hide their parts: every site adds masks to its part, and the masks of all sites cancel in the sum.
+"""Sums that hide their parts.
 
-Parts are whole numbers modulo 2³². Each pair of sites has a mask that one adds and the other takes away. It is made
-from a secret of the two, from what they agreed on, and from every word of the request: sites that were asked
-different things have different masks, and their sum is noise.
+Every site adds masks to its part, and the masks of all sites cancel in the sum.
+
+Parts are whole numbers modulo 2³². Each pair of sites has a mask that one adds and the other takes
+away. It is made from a secret of the two, from what they agreed on, and from every word of the
+request: sites that were asked different things have different masks, and their sum is noise.
 """
 
 import hashlib
@@ -20,19 +22,31 @@ from coterie.errors import MaskError, printable
 from coterie.privacy.keys import Offer, shared_secret
 
 N_CHECKS = 4
-"""How many zeros a part has at its end. Their sum is zero where the masks cancel, else with a chance of 2⁻¹²⁸."""
+"""How many zeros a part has at its end.
+
+Their sum is zero where the masks cancel, else with a chance of 2⁻¹²⁸.
+"""
 
 CHUNK = 2**16
 """So many numbers are masked at a time, so that they stay near the processor."""
 
 SPREAD = 8.0
-"""So many standard deviations of noise must fit into a part: one entry in 10¹⁵ is larger, and is cut."""
+"""So many standard deviations of noise must fit into a part.
+
+One entry in 10¹⁵ is larger, and is cut.
+"""
 
 LEAST_UNITS = 4.0
-"""So many units must a share of noise have: then it hides what is lost when a part is rounded to a whole number."""
+"""So many units must a share of noise have.
+
+Then it hides what is lost when a part is rounded to a whole number.
+"""
 
 UNITS_OF_NORM = 2.0**12
-"""So many units must the norm have that a site clips to: coarser steps would tell where its own part lies."""
+"""So many units must the norm have that a site clips to.
+
+Coarser steps would tell where its own part lies.
+"""
 
 MAX_SITES = 1000
 MAX_DEPTH = 4
@@ -48,8 +62,8 @@ class Agreement:
         weights: τ, the weight of each site.
         largest: what no entry of a gradient exceeds; one that does is cut.
         offers: the key of each site.
-        noise: the standard deviation of the noise that the sum has, where the sites split it: also without that of
-            `margin` of them. Each site adds a share.
+        noise: the standard deviation of the noise that the sum has, where the sites split it: also
+            without that of `margin` of them. Each site adds a share.
         margin: see there.
     """
 
@@ -69,10 +83,14 @@ class Agreement:
     def read(cls, message: Any) -> "Agreement":
         """Return the agreement in a message; a `MaskError` where it is not one."""
         fields = message if isinstance(message, dict) else {}
-        weights, largest, offers = (fields.get(name, 0) for name in ("weights", "largest", "offers"))
+        weights, largest, offers = (
+            fields.get(name, 0) for name in ("weights", "largest", "offers")
+        )
         if not isinstance(weights, dict) or not 2 <= len(weights) <= MAX_SITES:
             raise MaskError(f"a sum must have from 2 to {MAX_SITES} sites")
-        if not all(isinstance(site, str) and _is_positive(weight) for site, weight in weights.items()):
+        if not all(
+            isinstance(site, str) and _is_positive(weight) for site, weight in weights.items()
+        ):
             raise MaskError("the weights of a sum must be positive numbers by site")
         if not _is_positive(largest):
             raise MaskError("the largest entry of a sum must be a positive number")
@@ -80,11 +98,15 @@ class Agreement:
         if not (_is_positive(noise) or (type(noise) in (int, float) and noise == 0)):
             raise MaskError("the noise of a sum must be a number, at least 0")
         if type(margin) is not int or not 0 <= margin < len(weights):
-            raise MaskError("the margin of a sum must be a whole number, less than that of its sites")
+            raise MaskError(
+                "the margin of a sum must be a whole number, less than that of its sites"
+            )
         if not isinstance(offers, dict) or set(offers) != set(weights):
             raise MaskError("every site of a sum must have a key, and nobody else")
         read = {site: Offer.read(site, offer) for site, offer in offers.items()}
-        if len({offer.key for offer in read.values()} | {o.identity for o in read.values()}) != 2 * len(read):
+        if len(
+            {offer.key for offer in read.values()} | {o.identity for o in read.values()}
+        ) != 2 * len(read):
             raise MaskError("two sites of a sum have the same key")
         return cls(weights, float(largest), read, float(noise), margin)
 
@@ -117,8 +139,13 @@ class Agreement:
 
     @property
     def scale(self) -> float:
-        """How many units of the whole numbers are 1: the largest sum, rounded at every site, does not wrap."""
-        return (2**31 - 1 - 2 * len(self.weights)) / (self.largest * math.fsum(self.weights.values()))
+        """How many units of the whole numbers are 1.
+
+        The largest sum, rounded at every site, does not wrap.
+        """
+        return (2**31 - 1 - 2 * len(self.weights)) / (
+            self.largest * math.fsum(self.weights.values())
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +159,8 @@ class NoiseShare:
     of_sum: float
     sites: int
     margin: int
-    room: float  # how large an entry may be beside it: what is larger is cut, and the noise on it with it
+    # how large an entry may be beside it: what is larger is cut, and the noise on it with it
+    room: float
 
 
 class Masks:
@@ -162,15 +190,20 @@ class Masks:
         self._keys: dict[str, bytes] = {}
         for other, offer in agreement.offers.items():
             if other != site:
-                derive = HKDF(hashes.SHA256(), length=32, salt=agreement.digest, info=b"coterie: masks of a pair")
+                derive = HKDF(
+                    hashes.SHA256(),
+                    length=32,
+                    salt=agreement.digest,
+                    info=b"coterie: masks of a pair",
+                )
                 self._keys[other] = derive.derive(shared_secret(private, offer))
 
     def masked(self, gradient: np.ndarray[Any, Any], context: bytes) -> Words:
         """Return τ_k g_k as whole numbers under the masks of this context, in which nothing else may be masked.
 
-        An entry that is too large is cut: a refusal would tell of this site alone. So would the steps of rounding:
-        before it, numbers of [-1, 1] are added, with which neither mean nor variance of the error depends on the
-        entry (triangular dither).
+        An entry that is too large is cut: a refusal would tell of this site alone. So would the
+        steps of rounding: before it, numbers of [-1, 1] are added, with which neither mean nor
+        variance of the error depends on the entry (triangular dither).
         """
         values, largest = gradient.ravel(), self.agreement.largest
         part = np.zeros(values.size + N_CHECKS, np.uint32)
@@ -179,11 +212,16 @@ class Masks:
         streams = [(_stream(key, context), self.site < other) for other, key in self._keys.items()]
         for start in range(0, len(part), CHUNK):
             some, here = values[start : start + CHUNK], part[start : start + CHUNK]
-            if some.dtype.kind == "f":  # to no more than `largest`, which single precision may not have
+            if (
+                some.dtype.kind == "f"
+            ):  # to no more than `largest`, which single precision may not have
                 some = some.astype(np.float64).clip(-largest, largest)
             dither.update_into(zeros[: 4 * len(some)], mask.data.cast("B"))
             here[: len(some)] = whole_numbers(
-                some, self.agreement.weights[self.site], self.agreement, _triangular(mask[: len(some)])
+                some,
+                self.agreement.weights[self.site],
+                self.agreement,
+                _triangular(mask[: len(some)]),
             )
             for stream, adds in streams:
                 stream.update_into(zeros[: here.nbytes], mask.data.cast("B"))
@@ -191,11 +229,19 @@ class Masks:
         return part
 
 
-def whole_numbers(gradient: np.ndarray[Any, Any], weight: float, agreement: Agreement, dither: Any = 0.0) -> Words:
-    """Return τ_k g_k as whole numbers modulo 2³², of entries up to `largest`; a `MaskError` for other values."""
+def whole_numbers(
+    gradient: np.ndarray[Any, Any], weight: float, agreement: Agreement, dither: Any = 0.0
+) -> Words:
+    """Return τ_k g_k as whole numbers modulo 2³², of entries up to `largest`.
+
+    A `MaskError` for other values.
+    """
     if gradient.dtype.kind != "f":
         raise MaskError("a masked sum is of floating-point numbers, not rounded to 16 bits")
-    if gradient.size and not max(float(gradient.max()), -float(gradient.min())) <= agreement.largest:  # or NaN
+    if (
+        gradient.size
+        and not max(float(gradient.max()), -float(gradient.min())) <= agreement.largest
+    ):  # or NaN
         raise MaskError(f"an entry of the gradient is beyond {agreement.largest:g}, or not finite")
     values = np.multiply(gradient.ravel(), weight * agreement.scale, dtype=np.float64)
     values += dither
@@ -204,7 +250,10 @@ def whole_numbers(gradient: np.ndarray[Any, Any], weight: float, agreement: Agre
 
 
 def total(parts: Sequence[Words], agreement: Agreement) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return Σ τ_k g_k from the masked parts of all sites; a `MaskError` where the masks do not cancel."""
+    """Return Σ τ_k g_k from the masked parts of all sites.
+
+    A `MaskError` where the masks do not cancel.
+    """
     added = np.zeros_like(parts[0])
     for part in parts:
         added += part
@@ -212,7 +261,10 @@ def total(parts: Sequence[Words], agreement: Agreement) -> np.ndarray[Any, np.dt
 
 
 def revealed(added: Words, agreement: Agreement) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return Σ τ_k g_k from parts that have been added up; a `MaskError` where the masks do not cancel."""
+    """Return Σ τ_k g_k from parts that have been added up.
+
+    A `MaskError` where the masks do not cancel.
+    """
     if added[-N_CHECKS:].any():
         raise MaskError("the masks do not cancel: the sites were not asked the same")
     return added[:-N_CHECKS].view(np.int32) / agreement.scale
@@ -248,16 +300,23 @@ def _encode(value: Any, depth: int, put: Callable[[Any], None]) -> None:
         text = repr(value).encode(errors="surrogatepass")
         put(b"%s %d:%s" % (type(value).__name__.encode(), len(text), text))
     else:
-        raise MaskError(f"a request must be plain data, got a {printable(type(value).__name__, 50)}")
+        raise MaskError(
+            f"a request must be plain data, got a {printable(type(value).__name__, 50)}"
+        )
 
 
 def _stream(key: bytes, context: bytes) -> Any:
-    """Return what writes bytes that only who has the key can tell from random ones: ChaCha20, one key a context."""
+    """Return what writes bytes that only who has the key can tell from random ones.
+
+    ChaCha20, one key a context.
+    """
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-    once = hmac.digest(key, b"coterie: a mask of " + context + b"\x01", "sha256")  # HKDF's second half, of 32 bytes
-    return Cipher(ChaCha20(once, bytes(16)), mode=None).encryptor()  # a key for one message needs no nonce
+    # HKDF's second half, of 32 bytes
+    once = hmac.digest(key, b"coterie: a mask of " + context + b"\x01", "sha256")
+    # a key for one message needs no nonce
+    return Cipher(ChaCha20(once, bytes(16)), mode=None).encryptor()
 
 
 def _triangular(words: Words) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -1,4 +1,7 @@
-"""A peer in masked sums, whatever carries the messages: its keys, what it has agreed to, the masks of its parts."""
+"""A peer in masked sums, whatever carries the messages.
+
+Its keys, what it has agreed to, the masks of its parts.
+"""
 
 from typing import Any
 
@@ -13,19 +16,23 @@ MAX_ROUND = 2**62
 
 
 class Member:
-    """A peer in the masked sums of one job. Nothing leaves under masks but by its own consent, `sums`.
+    """A peer in the masked sums of one job.
 
-    In a job the sites of its sums are those of the first, less those that were lost since, and each keeps its
-    weight. No mask is used twice: a round is larger than the last.
+    Nothing leaves under masks but by its own consent, `sums`.
+
+    In a job the sites of its sums are those of the first, less those that were lost since, and each
+    keeps its weight. No mask is used twice: a round is larger than the last.
 
     Args:
         identity: by what the others know it.
         sums: which sums it takes part in.
-        norm: what its gradients are clipped to, so that none has a larger entry; None where they are private. A sum
-            that takes less would cut its part, and by where it cuts user 0 would find out what the part is.
-        margin: it splits its noise with the other sites, of which so many may tell theirs; see `Privacy`.
-        masked_only: it gives gradients under masks only. Sites that give theirs more freely then do not count:
-            user 0 could have their gradients otherwise, and take them off the sum.
+        norm: what its gradients are clipped to, so that none has a larger entry; None where they
+            are private. A sum that takes less would cut its part, and by where it cuts user 0 would
+            find out what the part is.
+        margin: it splits its noise with the other sites, of which so many may tell theirs; see
+            `Privacy`.
+        masked_only: it gives gradients under masks only. Sites that give theirs more freely then do
+            not count: user 0 could have their gradients otherwise, and take them off the sum.
 
     Example:
         >>> members = {site: Member(Identity(site), SumsOnly()) for site in ("basel", "bern", "biel")}
@@ -52,7 +59,9 @@ class Member:
     ) -> None:
         check_margin(margin, sums)
         self.identity, self.sums, self.norm, self.margin = identity, sums, norm, margin
-        self.giving = Giving.PLAIN if not masked_only else Giving.KNOWN_KEYS if sums.keys else Giving.MASKED
+        self.giving = (
+            Giving.PLAIN if not masked_only else Giving.KNOWN_KEYS if sums.keys else Giving.MASKED
+        )
         self._private: Any = None  # the key of the offer that is open
         self._masks: Masks | None = None
         self._last: Agreement | None = None  # what it has agreed to last
@@ -64,7 +73,10 @@ class Member:
         return offer.message()
 
     def join(self, message: Any) -> Agreement:
-        """Take part in the sums of an agreement, with the key offered last; a `MaskError` where it does not."""
+        """Take part in the sums of an agreement, with the key offered last.
+
+        A `MaskError` where it does not.
+        """
         private, self._private, self._masks = self._private, None, None
         agreed = Agreement.read(message)
         self._check(agreed, private)
@@ -73,7 +85,10 @@ class Member:
         return agreed
 
     def next_round(self, number: Any, work: object = None) -> Masks:
-        """Return the masks of the next round, which are good for one part; none for steps of its own."""
+        """Return the masks of the next round, which are good for one part.
+
+        None for steps of its own.
+        """
         if self._masks is None:
             raise MaskError("it has joined no sum")
         if work is not None:
@@ -90,18 +105,31 @@ class Member:
         if me not in weights or agreed.offers[me].key != key:
             raise MaskError("it has not offered this key")
         check_known(agreed.offers, self.sums.keys, me)
-        freer = [site for site, offer in agreed.offers.items() if site != me and offer.giving < self.giving]
+        freer = [
+            site
+            for site, offer in agreed.offers.items()
+            if site != me and offer.giving < self.giving
+        ]
         counted = [weight for site, weight in weights.items() if site not in freer]
         if not self.sums.allowed(torch.tensor([counted], dtype=torch.float64)).item():
-            how = "know the others' keys" if self.giving is Giving.KNOWN_KEYS else "give masked sums only"
-            but = f"; {printable(freer[0], 50)!r} does not {how}, and does not count" if freer else ""
+            how = (
+                "know the others' keys"
+                if self.giving is Giving.KNOWN_KEYS
+                else "give masked sums only"
+            )
+            but = (
+                f"; {printable(freer[0], 50)!r} does not {how}, and does not count" if freer else ""
+            )
             raise MaskError(f"it gives {self.sums}{but}")
         if self.norm is not None and agreed.largest < self.norm:
             raise MaskError(
-                f"it clips gradients to norm {self.norm:g}, and the sum takes entries up to {agreed.largest:g} only"
+                f"it clips gradients to norm {self.norm:g}, and the sum takes entries up to"
+                f" {agreed.largest:g} only"
             )
         if self.norm is not None and self.norm * weights[me] * agreed.scale < UNITS_OF_NORM:
-            raise MaskError(f"its gradients would be rounded away where entries may be {agreed.largest:g}")
+            raise MaskError(
+                f"its gradients would be rounded away where entries may be {agreed.largest:g}"
+            )
         self._check_noise(agreed)
         if self._last is not None:
             _check_same_job(self._last, agreed)
@@ -113,35 +141,50 @@ class Member:
             said = "splits its noise" if share is None else "does not split its noise"
             raise MaskError(f"it {said} over the sites of a sum, and the sum says otherwise")
         if share is not None and self.margin is not None and share.margin < self.margin:
-            raise MaskError(f"the sum's noise has a margin of {share.margin} sites, and it asks for {self.margin}")
+            raise MaskError(
+                f"the sum's noise has a margin of {share.margin} sites, and it asks for"
+                f" {self.margin}"
+            )
         if share is not None and share.room < 0:
             raise MaskError(f"the noise is too large for entries of at most {agreed.largest:g}")
         if share is not None and agreed.units_of_noise < LEAST_UNITS:
-            raise MaskError(f"the noise would be rounded away where entries may be {agreed.largest:g}")
+            raise MaskError(
+                f"the noise would be rounded away where entries may be {agreed.largest:g}"
+            )
 
 
 def check_margin(margin: int | None, sums: SumsOnly | None) -> None:
-    """Refuse to split noise where there is nobody to split it with: without masks, or where sites are not known."""
+    """Refuse to split noise where there is nobody to split it with.
+
+    Without masks, or where sites are not known.
+    """
     if margin is None:
         return
     if sums is None:
         raise KnobError(
-            "`margin` splits the noise over the sites of masked sums, and this peer gives its gradients on their "
-            "own too, with too little noise; give masked sums only (`[sums]`, `secure_sums`), or leave `margin` out"
+            "`margin` splits the noise over the sites of masked sums, and this peer gives its"
+            " gradients on their own too, with too little noise; give masked sums only (`[sums]`,"
+            " `secure_sums`), or leave `margin` out"
         )
     if not sums.keys:
         raise KnobError(
-            "`margin` splits the noise over other sites, and user 0 could be all of them: tell the fingerprints of "
-            "their keys (`keys` in [sums]; a site sees its own while it leaves `margin` out), or leave `margin` out"
+            "`margin` splits the noise over other sites, and user 0 could be all of them: tell the"
+            " fingerprints of their keys (`keys` in [sums]; a site sees its own while it leaves"
+            " `margin` out), or leave `margin` out"
         )
     if not margin < sums.peers:
         raise KnobError(f"`margin` must be less than `peers` of a sum, {sums.peers}, got {margin}")
 
 
 def _check_same_job(before: Agreement, agreed: Agreement) -> None:
-    """Refuse an agreement that is not the one before, less some sites: sums could be compared by it."""
+    """Refuse an agreement that is not the one before, less some sites.
+
+    Sums could be compared by it.
+    """
     if any(before.weights.get(site) != weight for site, weight in agreed.weights.items()):
-        raise MaskError("in a job the sites of a sum and their weights stay: sites may be lost, not join")
+        raise MaskError(
+            "in a job the sites of a sum and their weights stay: sites may be lost, not join"
+        )
     if before.largest != agreed.largest:
         raise MaskError("in a job the largest entry of a sum stays")
     if any(before.offers[site].identity != offer.identity for site, offer in agreed.offers.items()):

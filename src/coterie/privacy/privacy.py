@@ -14,19 +14,23 @@ DELTA = real(f"lie in [{LEAST_DELTA:g}, 1)", lambda value: LEAST_DELTA <= value 
 
 @dataclass(frozen=True)
 class Privacy:
-    """(ε, δ) for every example, over all that is ever given: an example that is there or not changes little.
+    """(ε, δ) for every example, over all that is ever given.
+
+    An example that is there or not changes little.
 
     Args:
         epsilon: ε, spent over all runs; a request beyond it is refused.
-        delta: δ, less than one over the number of examples, and at least 1e-12: the accountant is no finer.
+        delta: δ, less than one over the number of examples, and at least 1e-12: the accountant is
+            no finer.
         clip: the norm that each example's gradient is clipped to.
-        noise: the noise on the sum of a batch, its standard deviation in multiples of `clip`. When None the least
-            with which `epsilon` lasts for all the gradients that the peer gives.
-        margin: give parts of masked sums only, and let their sites split the noise: the sum has all of it, also
-            without that of `margin` other sites. The promise is then against those who see sums, together with so
-            many sites. All of it is the peer's own when None.
-        batch_size: answer for batches of this size only. Of any when None: user 0 may then choose sizes by what it
-            has seen, while ε is added up as if they had been fixed before, and what holds is a somewhat larger δ.
+        noise: the noise on the sum of a batch, its standard deviation in multiples of `clip`. When
+            None the least with which `epsilon` lasts for all the gradients that the peer gives.
+        margin: give parts of masked sums only, and let their sites split the noise: the sum has all
+            of it, also without that of `margin` other sites. The promise is then against those who
+            see sums, together with so many sites. All of it is the peer's own when None.
+        batch_size: answer for batches of this size only. Of any when None: user 0 may then choose
+            sizes by what it has seen, while ε is added up as if they had been fixed before, and
+            what holds is a somewhat larger δ.
 
     Example:
         >>> Privacy(epsilon=2.0, delta=1e-5, clip=1.0).in_words()
@@ -42,20 +46,24 @@ class Privacy:
 
     def __post_init__(self) -> None:
         sizes = {"epsilon": POSITIVE, "delta": DELTA, "clip": POSITIVE}
-        others = {"noise": optional(NOISE), "margin": optional(whole(0)), "batch_size": optional(COUNT)}
+        others = {
+            "noise": optional(NOISE),
+            "margin": optional(whole(0)),
+            "batch_size": optional(COUNT),
+        }
         check_fields(self, {**sizes, **others})
 
     def check(self, examples: int, gradients: int | None) -> None:
         """Refuse what does not fit a peer of so many examples that gives so many gradients in all."""
         if not self.delta < 1 / examples:
             raise KnobError(
-                f"`delta` must be less than one over the number of examples, 1/{examples}, got {self.delta:g}; "
-                "else a mechanism that gives a whole example away would pass"
+                f"`delta` must be less than one over the number of examples, 1/{examples}, got"
+                f" {self.delta:g}; else a mechanism that gives a whole example away would pass"
             )
         if self.noise is None and not gradients:
             raise KnobError(
-                "`noise` must be given, or a cap on `gradients`, from which it follows: the least with which "
-                "`epsilon` lasts for so many"
+                "`noise` must be given, or a cap on `gradients`, from which it follows: the least"
+                " with which `epsilon` lasts for so many"
             )
 
     def noise_at(self, rate: float, gradients: int | None) -> float:
@@ -68,11 +76,15 @@ class Privacy:
         """Return the promise in words."""
         noise = "" if self.noise is None else f", with noise of {self.noise:g} times that"
         noise += "" if self.batch_size is None else f", in batches of {self.batch_size}"
-        said = f"ε = {self.epsilon:g} at δ = {self.delta:g} for every example, clipped to norm {self.clip:g}{noise}"
+        said = (
+            f"ε = {self.epsilon:g} at δ = {self.delta:g} for every example, clipped to norm"
+            f" {self.clip:g}{noise}"
+        )
         if self.margin is None:
             return said
         return (
-            f"{said}, split over the sites of masked sums: against who sees these, with {self.margin} of the sites"
+            f"{said}, split over the sites of masked sums: against who sees these, with"
+            f" {self.margin} of the sites"
         )
 
 

@@ -1,8 +1,11 @@
-"""Randomness that nobody can know: all of it comes from the operating system, none of it from a seed.
+"""Randomness that nobody can know.
 
-Where little is needed, it is the operating system's own. Noise takes millions of numbers a gradient: they are
-ChaCha20's stream under a key that is drawn for this gradient alone, and forgotten. Who cannot break ChaCha20 cannot
-tell it from the system's own, and it comes ten times as fast.
+All of it comes from the operating system, none of it from a seed.
+
+Where little is needed, it is the operating system's own. Noise takes millions of numbers a
+gradient: they are ChaCha20's stream under a key that is drawn for this gradient alone, and
+forgotten. Who cannot break ChaCha20 cannot tell it from the system's own, and it comes ten times as
+fast.
 """
 
 import math
@@ -17,7 +20,10 @@ from torch import Tensor
 from coterie.errors import CoterieError, not_installed
 
 CHUNK = 2**15
-"""So many numbers are made at a time, as fit into a cache; of each chunk the first half of the stream are radii."""
+"""So many numbers are made at a time, as fit into a cache.
+
+Of each chunk the first half of the stream are radii.
+"""
 
 
 def uniforms(n: int) -> Tensor:
@@ -34,7 +40,8 @@ def uniforms(n: int) -> Tensor:
 def normals(n: int, device: torch.device | None = None) -> Iterator[Tensor]:
     """Yield n independent standard normal numbers in double precision, a chunk after the other.
 
-    They are made on the host by the system's randomness; for a GPU all at once. A chunk is overwritten by the next.
+    They are made on the host by the system's randomness; for a GPU all at once. A chunk is
+    overwritten by the next.
 
     Example:
         >>> [len(chunk) for chunk in normals(CHUNK + 3)]
@@ -53,7 +60,8 @@ def normals_of(key: bytes, n: int) -> Iterator[Tensor]:
         from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
     except ImportError as error:
         raise CoterieError(not_installed("cryptography", "privacy")) from error
-    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key that is used once needs no nonce
+    # a key that is used once needs no nonce
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     zeros, words = bytes(8 * CHUNK), np.empty((2, CHUNK // 2), dtype="<u8")
     for done in range(0, n, CHUNK):
         stream.update_into(zeros, words.data.cast("B"))

@@ -1,4 +1,7 @@
-"""What a peer that gives sums only takes for a sum: several peers, none of whom outweighs the others."""
+"""What a peer that gives sums only takes for a sum.
+
+Several peers, none of whom outweighs the others.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +15,16 @@ COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
 
 LARGEST = 16.0
-"""What no entry of a masked gradient exceeds: user 0 asks for it, and peers without a norm cap clip to it."""
+"""What no entry of a masked gradient exceeds.
+
+User 0 asks for it, and peers without a norm cap clip to it.
+"""
 
 ROUNDING = 1e-6
-"""How much more than its share a peer may have, relatively: weights are rounded to single precision on the way."""
+"""How much more than its share a peer may have, relatively.
+
+Weights are rounded to single precision on the way.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,8 @@ class SumsOnly:
     Args:
         peers: how many must take part at least; one of far less weight than another does not count.
         share: how much of all weight one peer may have at most.
-        keys: the fingerprint of each other peer's key, where sums are masked; any key will do when empty.
+        keys: the fingerprint of each other peer's key, where sums are masked; any key will do when
+            empty.
 
     Example:
         >>> SumsOnly().allowed(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.2, 0.3]]))
@@ -50,13 +60,16 @@ class SumsOnly:
         return sound & (largest <= self.share * total * (1 + ROUNDING)) & (counted >= self.peers)
 
     def __str__(self) -> str:
-        return f"sums of at least {self.peers} peers only, none of which has more than {self.share:g} of the weight"
+        return (
+            f"sums of at least {self.peers} peers only, none of which has more than {self.share:g}"
+            " of the weight"
+        )
 
     def nearest(self, weights: Tensor) -> Tensor:
         """Return rows of weights that are sums to take part in, close to these and of the same totals.
 
-        The largest weights are cut to the share, and what is cut off goes to the next largest. A row with too few
-        peers that are asked stays as it is.
+        The largest weights are cut to the share, and what is cut off goes to the next largest. A
+        row with too few peers that are asked stays as it is.
 
         Example:
             >>> SumsOnly().nearest(torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.2, 0.3, 0.0]]))
@@ -64,15 +77,24 @@ class SumsOnly:
                     [0.5000, 0.2000, 0.3000, 0.0000]])
         """
         fine = self.allowed(weights)
-        rows = [row if is_fine else self._nearest(row) for row, is_fine in zip(weights, fine.tolist(), strict=True)]
+        rows = [
+            row if is_fine else self._nearest(row)
+            for row, is_fine in zip(weights, fine.tolist(), strict=True)
+        ]
         return torch.stack(rows)
 
     def _nearest(self, weights: Tensor) -> Tensor:
         asked, total = ~weights.isnan(), weights.nansum()
-        if int(asked.sum()) < self.peers or self.peers * self.share < 1 or not (total > 0 and total.isfinite()):
+        if (
+            int(asked.sum()) < self.peers
+            or self.peers * self.share < 1
+            or not (total > 0 and total.isfinite())
+        ):
             return weights
         shares = weights.nan_to_num(nan=0.0) / total
-        largest = shares.masked_fill(~asked, -1.0).argsort(descending=True, stable=True)[: self.peers]
+        largest = shares.masked_fill(~asked, -1.0).argsort(descending=True, stable=True)[
+            : self.peers
+        ]
         shares[largest] = shares[largest].clamp(
             min=2 * COUNTED * self.share
         )  # what is added here makes all smaller

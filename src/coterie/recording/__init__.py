@@ -1,4 +1,7 @@
-"""What remains of a run: its record, its checkpoints, its costs and traffic, and what is shown while it goes."""
+"""What remains of a run.
+
+Its record, its checkpoints, its costs and traffic, and what is shown while it goes.
+"""
 
 from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.costs import Cost, Costs, Traffic

@@ -1,8 +1,10 @@
-"""Checkpoints that survive a kill and show damage: atomic, with a SHA-256, read without running code.
+"""Checkpoints that survive a kill and show damage.
 
-A file is one line, `coterie-checkpoint 3 <SHA-256 of the rest>`, followed by what `torch.save` writes.
-torch's own loader accepts flipped bits in tensors, hence the digest; `weights_only=True` keeps it from
-running code.
+Atomic, with a SHA-256, read without running code.
+
+A file is one line, `coterie-checkpoint 3 <SHA-256 of the rest>`, followed by what `torch.save`
+writes. torch's own loader accepts flipped bits in tensors, hence the digest; `weights_only=True`
+keeps it from running code.
 """
 
 import io
@@ -55,7 +57,9 @@ class RunFolder:
         there = self.claim is not None and not self.claim.unwritten
         paths = saved(self.claim.folder / "checkpoints") if self.claim and there else []
         return (
-            f"what was computed is saved in {paths[-1]}" if paths else "what was computed is in this error's `run`"
+            f"what was computed is saved in {paths[-1]}"
+            if paths
+            else "what was computed is in this error's `run`"
         )
 
     def unwritten(self) -> str:
@@ -63,7 +67,9 @@ class RunFolder:
         missing = "; ".join(map(str, self.claim.unwritten.values())) if self.claim else ""
         if self.claim and missing:
             warnings.warn(
-                f"not all of this run is in {self.claim.folder}: {missing}. The run returned is whole", stacklevel=3
+                f"not all of this run is in {self.claim.folder}: {missing}. The run returned is"
+                " whole",
+                stacklevel=3,
             )
         return missing
 
@@ -71,13 +77,14 @@ class RunFolder:
 def save(folder: Path, step: int, content: dict[str, Any]) -> Path:
     """Write a checkpoint of a step, keep the last two, and return its path.
 
-    At any moment the folder holds whole checkpoints only. The content is tensors, numbers, strings and containers
-    of them.
+    At any moment the folder holds whole checkpoints only. The content is tensors, numbers, strings
+    and containers of them.
     """
     buffer = io.BytesIO()
     torch.save(_plain(content), buffer)
     path = folder / f"step-{step:08d}.ckpt"
-    with buffer.getbuffer() as body:  # a view that an error's traceback keeps would keep the buffer from closing
+    # a view that an error's traceback keeps would keep the buffer from closing
+    with buffer.getbuffer() as body:
         files.write(path, MAGIC, files.sha256(body).encode(), b"\n", body)
     for old in saved(folder)[:-KEPT]:
         with files.writing(old):
@@ -102,8 +109,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     data = files.read(path, remedy, CheckpointError)
     if data.startswith(EARLIER):
         raise CheckpointError(
-            f"the checkpoint {path} was written by an earlier version of coterie, from which this one "
-            "cannot go on; resume with that version, or start again in another folder"
+            f"the checkpoint {path} was written by an earlier version of coterie, from which this"
+            " one cannot go on; resume with that version, or start again in another folder"
         )
     if not data.startswith(MAGIC):
         raise CheckpointError(f"{path} is not a checkpoint of coterie; {remedy}")
@@ -111,11 +118,15 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     try:
         content: dict[str, Any] = tensors_in(body, device)
     except Exception as error:  # not written by `save`, so anything may be wrong with it
-        raise CheckpointError(f"the checkpoint {path} is not plain data: {error}; {remedy}") from error
+        raise CheckpointError(
+            f"the checkpoint {path} is not plain data: {error}; {remedy}"
+        ) from error
     return content
 
 
-def load_last(paths: Sequence[Path], device: torch.device | str = "cpu") -> tuple[dict[str, Any], Path]:
+def load_last(
+    paths: Sequence[Path], device: torch.device | str = "cpu"
+) -> tuple[dict[str, Any], Path]:
     """Read the newest of some checkpoints, oldest first, that is whole, and return it with its path.
 
     A newer one that is damaged is told by a warning and set aside, as `….damaged`.
@@ -129,14 +140,19 @@ def load_last(paths: Sequence[Path], device: torch.device | str = "cpu") -> tupl
         aside = paths[-1].with_name(f"{paths[-1].name}.damaged")
         with files.writing(aside):
             paths[-1].replace(aside)
-        warnings.warn(f"{error}. It is set aside as {aside.name}; going on from {path.name}", stacklevel=3)
+        warnings.warn(
+            f"{error}. It is set aside as {aside.name}; going on from {path.name}", stacklevel=3
+        )
         return before, path
 
 
 def tensors_in(data: bytes, device: torch.device | str = "cpu") -> Any:
-    """Return what `torch.save` has written, on a device; `ValueError` for what would take more memory than it has.
+    """Return what `torch.save` has written, on a device.
 
-    torch stores numbers as they are. One that is compressed was not written by torch, and may inflate to anything.
+    `ValueError` for what would take more memory than it has.
+
+    torch stores numbers as they are. One that is compressed was not written by torch, and may
+    inflate to anything.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if sum(each.file_size for each in archive.infolist()) > len(data):
@@ -155,4 +171,8 @@ def _plain(content: Any) -> Any:
 
 def _remedy(path: Path) -> str:
     others = [other for other in saved(path.parent) if other != path]
-    return f"delete it to go on from {others[-1].name}" if others else "delete it and start the run again"
+    return (
+        f"delete it to go on from {others[-1].name}"
+        if others
+        else "delete it and start the run again"
+    )

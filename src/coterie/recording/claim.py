@@ -28,12 +28,13 @@ _changing = threading.Lock()
 def claimed(folder: Path, patience: float = 0.0) -> Iterator["Claim"]:
     """Keep other processes, and other threads of this one, out of a folder, which is made where it is not there.
 
-    The operating system holds the lock, and frees it when the process ends, however that happens. A thread may
-    claim a folder again that it has claimed.
+    The operating system holds the lock, and frees it when the process ends, however that happens. A
+    thread may claim a folder again that it has claimed.
 
     Args:
         folder: the folder.
-        patience: how many seconds to wait for another process; then it is a `FileError` that names the process.
+        patience: how many seconds to wait for another process; then it is a `FileError` that names
+            the process.
 
     Example:
         >>> import tempfile
@@ -53,7 +54,8 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.owner, self.times = folder, (os.getpid(), threading.get_ident()), 0
-        self.unwritten: dict[str, FileError] = {}  # what could not be written when it was last tried, and why
+        # what could not be written when it was last tried, and why
+        self.unwritten: dict[str, FileError] = {}
         self.key = folder.resolve()
         self.made = False  # whether the folder was not there before
         self._file: int | None = None
@@ -76,8 +78,8 @@ class Claim:
                     if error.errno in (errno.EAGAIN, errno.EACCES):
                         raise self.in_use(holder) from error
                     return warnings.warn(
-                        f"{self.folder} is on a file system without locks ({error.strerror}): let no second run "
-                        "write to it",
+                        f"{self.folder} is on a file system without locks ({error.strerror}): let"
+                        " no second run write to it",
                         stacklevel=2,
                     )
                 if _is_at(file, path):
@@ -91,14 +93,22 @@ class Claim:
             os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def keep(self) -> None:
-        """Make sure that the folder is there, and still this process's: one that was deleted is made again."""
+        """Make sure that the folder is there, and still this process's.
+
+        One that was deleted is made again.
+        """
         if self._file is None or _is_at(self._file, self.folder / LOCK):
             return
         ours = self.folder.exists() and self.folder.stat().st_ino == self._inode
         if not ours:
-            warnings.warn(f"{self.folder} was deleted while a run wrote to it, and is written anew", stacklevel=4)
+            warnings.warn(
+                f"{self.folder} was deleted while a run wrote to it, and is written anew",
+                stacklevel=4,
+            )
             if self.folder.exists() and any(self.folder.iterdir()):
-                raise FileError(f"{self.folder} was deleted, and holds something else now; name another folder")
+                raise FileError(
+                    f"{self.folder} was deleted, and holds something else now; name another folder"
+                )
         os.close(self._file)
         self._file = None
         self.acquire()
@@ -106,8 +116,8 @@ class Claim:
     def attempt(self, what: str, write: Callable[[], T]) -> T | None:
         """Write something of a run, and return what that returns.
 
-        Where it fails, on a full disk for example, a warning says so, once, and the run goes on: what it has
-        computed is in memory, and later attempts bring all of it.
+        Where it fails, on a full disk for example, a warning says so, once, and the run goes on:
+        what it has computed is in memory, and later attempts bring all of it.
         """
         try:
             self.keep()
@@ -115,7 +125,8 @@ class Claim:
         except FileError as error:
             if what not in self.unwritten:
                 warnings.warn(
-                    f"{error}. The run goes on in memory; its {what} will be written when that can be done again",
+                    f"{error}. The run goes on in memory; its {what} will be written when that can"
+                    " be done again",
                     stacklevel=4,
                 )
             self.unwritten[what] = error
@@ -141,7 +152,8 @@ class Claim:
     def in_use(self, holder: str) -> FileError:
         """Return the error for one who comes second."""
         return FileError(
-            f"{self.folder} is in use by {holder}; wait until it has ended, stop it, or name another folder"
+            f"{self.folder} is in use by {holder}; wait until it has ended, stop it, or name"
+            " another folder"
         )
 
 

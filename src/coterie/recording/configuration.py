@@ -40,8 +40,8 @@ def counted(n: int, thing: str) -> str:
 class StepSettings:
     """How steps are taken, as plain data.
 
-    What stands here can be given to `coterie.train` and `coterie.train_everyone`, to `coterie train` and in a
-    federation's settings, and the record has it.
+    What stands here can be given to `coterie.train` and `coterie.train_everyone`, to `coterie
+    train` and in a federation's settings, and the record has it.
     """
 
     steps: Annotated[int, Setting("Steps to take; for a method, rounds.", COUNT)] = 1000
@@ -53,10 +53,12 @@ class StepSettings:
         ),
     ] = None
     batch_size: Annotated[
-        int, Setting("Examples each user draws for a gradient; all of them where it has fewer.", COUNT)
+        int,
+        Setting("Examples each user draws for a gradient; all of them where it has fewer.", COUNT),
     ] = 32
     seed: Annotated[
-        int, Setting("Seed of batches and dropout; on tables also of splits and initial weights.", SEED)
+        int,
+        Setting("Seed of batches and dropout; on tables also of splits and initial weights.", SEED),
     ] = 0
     exchange_every: Annotated[
         int,
@@ -100,7 +102,8 @@ class Configuration(StepSettings):
     rule: str  # the rule, chooser or method, as `describe` writes it
     alone: bool = False  # whether it asks nobody, as `Alone`
     me: UserSummary  # user 0
-    peers: Mapping[str, int | str]  # how many examples each has, by name, or in words why that is not known
+    # how many examples each has, by name, or in words why that is not known
+    peers: Mapping[str, int | str]
     counts: str = "steps"  # what the steps are: "rounds" of a method
     optimizer: str = ""  # its class and step sizes
     parameter_groups: Sequence[Mapping[str, str]] = field(default_factory=list)  # of the optimizer
@@ -112,20 +115,27 @@ class Configuration(StepSettings):
     guard: str = "off"  # whether there is a guard, and why or why not
     capture: str = "off"  # how steps were taken as one program, or why not
     data: str = ""  # fingerprints of everybody's examples, where there is a folder to resume from
-    frozen: str = ""  # a digest of the frozen parameters, which no checkpoint holds, where there are any
+    # a digest of the frozen parameters, which no checkpoint holds, where there are any
+    frozen: str = ""
     engine: Mapping[str, Any] = field(default_factory=dict)  # what the engine says of itself
     choice: Mapping[str, Any] = field(
         default_factory=dict
     )  # the account of what was chosen; empty where nothing was
-    estimates: Mapping[str, Any] = field(default_factory=dict)  # the constants measured: see `Estimates` in theory
+    # the constants measured: see `Estimates` in theory
+    estimates: Mapping[str, Any] = field(default_factory=dict)
     not_measured: str = ""  # why there are no estimates, where they were wanted
     runs: str = ""  # whether the run was taken with others as one program, or why not
 
     def with_engine(self, described: Mapping[str, Any]) -> Self:
-        """Return the same with what an engine says of itself; it may know better about peers and their data."""
+        """Return the same with what an engine says of itself.
+
+        It may know better about peers and their data.
+        """
         names = {each.name for each in fields(self)} - {"engine"}
         rest = {name: value for name, value in described.items() if name not in names}
-        return replace(self, engine=rest, **{name: described[name] for name in names & described.keys()})
+        return replace(
+            self, engine=rest, **{name: described[name] for name in names & described.keys()}
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""
@@ -142,8 +152,14 @@ class Configuration(StepSettings):
         What is only known once a run has begun is compared where both have it.
         """
         now, then = ({**asdict(each), **each.engine} for each in (self, before))
-        pairs = {name: (then.get(name), value) for name, value in now.items() if name not in may_differ}
-        return {name: (a, b) for name, (a, b) in pairs.items() if a != b and (b or name not in _KNOWN_LATER)}
+        pairs = {
+            name: (then.get(name), value) for name, value in now.items() if name not in may_differ
+        }
+        return {
+            name: (a, b)
+            for name, (a, b) in pairs.items()
+            if a != b and (b or name not in _KNOWN_LATER)
+        }
 
 
 _KNOWN_LATER = frozenset({"data", "choice", "estimates", "runs"})

@@ -20,7 +20,8 @@ class Traffic:
     bytes_received: int = 0
     seconds_waiting: float = 0.0  # for others
     seconds_computing: float = 0.0  # gradients
-    rounding: float = 0.0  # the largest relative error of compression in what it sent; 0 where there is none
+    # the largest relative error of compression in what it sent; 0 where there is none
+    rounding: float = 0.0
     messages: int = 0  # sent: questions, or answers to them
 
     def __add__(self, other: Self) -> Self:
@@ -36,12 +37,17 @@ class Traffic:
 
 def total(before: Mapping[str, Traffic], now: Mapping[str, Traffic]) -> dict[str, Traffic]:
     """Return everybody's traffic in earlier sessions of a run and in this one."""
-    return {name: before.get(name, Traffic()) + now.get(name, Traffic()) for name in {**before, **now}}
+    return {
+        name: before.get(name, Traffic()) + now.get(name, Traffic()) for name in {**before, **now}
+    }
 
 
 @dataclass
 class Cost:
-    """What the steps of a run have cost one user; what is measured before the first is not counted."""
+    """What the steps of a run have cost one user.
+
+    What is measured before the first is not counted.
+    """
 
     gradients: int = 0  # how many it computed; of a peer those that it gave
     examples: int = 0  # over how many examples, counted every time
@@ -84,7 +90,8 @@ class Costs:
 
     def by_user(self) -> dict[str, Cost]:
         """Return what each user has computed, sent and received."""
-        # Added up only when asked for: at every step it would be most of the time that 1,000 peers add to a step.
+        # Added up only when asked for: at every step it would be most of the time that 1,000 peers
+        # add to a step.
         for (names, examples), times in self._computed.items():
             for name in names:
                 cost = self._by_user[name]

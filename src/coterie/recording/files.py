@@ -1,7 +1,10 @@
-"""Files that are read again: written whole or not at all, with a SHA-256, and read without running code.
+"""Files that are read again.
 
-Whatever coterie reads again goes through here, or through `ChainedLines` where it grows line by line. What is not
-as it was written, and what cannot be read or written, is a `FileError` that names the file and the remedy.
+Written whole or not at all, with a SHA-256, and read without running code.
+
+Whatever coterie reads again goes through here, or through `ChainedLines` where it grows line by
+line. What is not as it was written, and what cannot be read or written, is a `FileError` that names
+the file and the remedy.
 """
 
 import errno
@@ -20,7 +23,10 @@ DIGITS = 64
 """How long a SHA-256 is, in hexadecimal."""
 
 JSON_HEAD, JSON_END = b'{"sha256": "', b'",'
-"""What stands before and after the digest of a JSON file: the file is an object whose first entry it is."""
+"""What stands before and after the digest of a JSON file.
+
+The file is an object whose first entry it is.
+"""
 
 MOST = 2**34
 """How many bytes a file may have that is read as a whole."""
@@ -43,14 +49,21 @@ def writing(path: Path) -> Iterator[None]:
     except FileError:
         raise
     except OSError as error:
-        room = "make room on its disk" if error.errno in _NO_ROOM else "make its folder one that can be written to"
-        raise FileError(f"{path} cannot be written ({error.strerror or error}); {room}, or name another") from error
+        room = (
+            "make room on its disk"
+            if error.errno in _NO_ROOM
+            else "make its folder one that can be written to"
+        )
+        raise FileError(
+            f"{path} cannot be written ({error.strerror or error}); {room}, or name another"
+        ) from error
 
 
 def write(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file, so that at any moment, also after a power cut, it is the old one or the new one, whole.
 
-    It is written beside its place, flushed to the disk and renamed; the folder is made where it is not there.
+    It is written beside its place, flushed to the disk and renamed; the folder is made where it is
+    not there.
 
     Example:
         >>> import tempfile
@@ -99,7 +112,9 @@ def read(path: Path, remedy: str, error: type[FileError] = FileError, *, most: i
     """Return what a file holds; what is no plain file, or larger than `most` bytes, is not read."""
     with reading(path, remedy, error), plain_file(path, remedy, error) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise error(f"{path} has {size} bytes, more than the {most} that one may have; {remedy}")
+            raise error(
+                f"{path} has {size} bytes, more than the {most} that one may have; {remedy}"
+            )
         return file.read()
 
 
@@ -117,7 +132,13 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def checked(
-    path: Path, head: bytes, end: bytes, data: bytes, *, remedy: str, error: type[FileError] = FileError
+    path: Path,
+    head: bytes,
+    end: bytes,
+    data: bytes,
+    *,
+    remedy: str,
+    error: type[FileError] = FileError,
 ) -> bytes:
     """Return what follows the digest in a file's data, which stands between head and end, once it is right."""
     start = len(head) + DIGITS + len(end)
@@ -150,15 +171,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, remedy: str, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the object that `write_json` wrote, without its digest; it must have the entries that are needed."""
+    """Return the object that `write_json` wrote, without its digest.
+
+    It must have the entries that are needed.
+    """
     data = read(path, remedy, most=MOST_TEXT)
     if not data.startswith(JSON_HEAD):
-        raise FileError(f"{path} carries no SHA-256: it is damaged, or of an earlier version of coterie; {remedy}")
+        raise FileError(
+            f"{path} carries no SHA-256: it is damaged, or of an earlier version of coterie;"
+            f" {remedy}"
+        )
     body = checked(path, JSON_HEAD, JSON_END, data, remedy=remedy)
     try:
         content = json.loads(b"{" + body)
-    except (ValueError, RecursionError) as error:  # not written by `write_json`, in spite of its digest
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not written by `write_json`, in spite of its digest
         raise FileError(f"{path} is not JSON ({error}); {remedy}") from error
     if missing := [name for name in needed if name not in content]:
-        raise FileError(f"{path} has no entry {missing[0]!r}: it is of another version of coterie; {remedy}")
+        raise FileError(
+            f"{path} has no entry {missing[0]!r}: it is of another version of coterie; {remedy}"
+        )
     return dict(content)

@@ -17,11 +17,17 @@ fcntl = _module("fcntl")  # of Unix
 msvcrt = _module("msvcrt")  # of Windows
 
 _FAR = 1 << 30
-"""The byte that is locked on Windows, behind what a file holds: what is locked there cannot be read."""
+"""The byte that is locked on Windows, behind what a file holds.
+
+What is locked there cannot be read.
+"""
 
 
 def lock_for_process(file: int) -> None:
-    """Lock a file for this process and none that it forks; an `OSError` where another has it or there are none."""
+    """Lock a file for this process and none that it forks.
+
+    An `OSError` where another has it or there are none.
+    """
     if fcntl is not None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     else:

@@ -17,16 +17,31 @@ loss if there is one."""
 
 @contextmanager
 def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[Show]:
-    """Give a function that shows progress; it does nothing where no bar is wanted (None: outside a terminal)."""
+    """Give a function that shows progress.
+
+    It does nothing where no bar is wanted (None: outside a terminal).
+    """
     wanted = sys.stderr.isatty() if wanted is None else wanted
     if not wanted or importlib.util.find_spec("rich") is None:
         yield lambda *_: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     numbers = TextColumn("{task.fields[numbers]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        numbers,
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=steps, numbers="")
 
@@ -53,7 +68,8 @@ def numbers_of(own_loss: float, weight: float, validation: float | None) -> str:
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Give a function that says whether Ctrl-C was pressed; a second Ctrl-C stops at once.
 
-    A step is thus never left half done. Outside the main thread signals cannot be caught: nothing changes there.
+    A step is thus never left half done. Outside the main thread signals cannot be caught: nothing
+    changes there.
     """
     pressed = threading.Event()
 

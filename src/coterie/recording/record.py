@@ -23,11 +23,11 @@ REMEDY = "put a whole copy of it back, or train again in another folder"
 class Record:
     """What happened in a run: its configuration, a point for every evaluation, and how it ended.
 
-    With a path, every addition is written to it at once, one JSON object a line: first the configuration and
-    the versions, then the points, last the end. A run that is killed leaves what it had recorded. The lines are
-    chained (`ChainedLines`), and a line before every checkpoint tells that all points up to it were there.
-    Where a line cannot be written, a `FileError`, it stays in memory, and the next brings all; so it is where the
-    file was deleted.
+    With a path, every addition is written to it at once, one JSON object a line: first the
+    configuration and the versions, then the points, last the end. A run that is killed leaves what
+    it had recorded. The lines are chained (`ChainedLines`), and a line before every checkpoint
+    tells that all points up to it were there. Where a line cannot be written, a `FileError`, it
+    stays in memory, and the next brings all; so it is where the file was deleted.
 
     Args:
         configuration: what the run was asked to do.
@@ -69,7 +69,9 @@ class Record:
         """How the run ended; a `DataError` where it has not, see `ended`."""
         if self._end is None:
             where = "" if self.path is None else f" in {self.path}"
-            raise DataError(f"the run{where} has not ended: let it go on, or resume it (`resume=True`)")
+            raise DataError(
+                f"the run{where} has not ended: let it go on, or resume it (`resume=True`)"
+            )
         return self._end
 
     def add(self, point: Point) -> None:
@@ -88,17 +90,24 @@ class Record:
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps at which a quantity was recorded ("own_loss", "validation_loss", …), and its values.
 
-        Names are the columns of `frame`; none is recorded of what the run did not have, such as a guard's.
+        Names are the columns of `frame`; none is recorded of what the run did not have, such as a
+        guard's.
         """
-        names = dict.fromkeys(name for point in self.points for name in point.to_plain() if name != "step")
+        names = dict.fromkeys(
+            name for point in self.points for name in point.to_plain() if name != "step"
+        )
         if name not in names and name not in CURVES:
-            raise KnobError(f"the record has no {name!r}; it has {', '.join(names) or 'no point yet'}")
+            raise KnobError(
+                f"the record has no {name!r}; it has {', '.join(names) or 'no point yet'}"
+            )
         values = [(point.step, point.to_plain().get(name)) for point in self.points]
         recorded = [(step, value) for step, value in values if value is not None]
         return [step for step, _ in recorded], [value for _, value in recorded]
 
     def frame(self) -> Any:
-        """Return the points as a `pandas.DataFrame`: a row a point by its step, a column a quantity.
+        """Return the points as a `pandas.DataFrame`.
+
+        A row a point by its step, a column a quantity.
 
         Example:
             >>> from coterie.recording import Configuration, Point, UserSummary
@@ -111,7 +120,9 @@ class Record:
         """
         import pandas as pd
 
-        return pd.DataFrame([point.to_plain() for point in self.points] or {"step": []}).set_index("step")
+        return pd.DataFrame([point.to_plain() for point in self.points] or {"step": []}).set_index(
+            "step"
+        )
 
     def cut(self, step: int) -> None:
         """Forget what was recorded after a step, so that a run resumed there can record it again."""
@@ -128,37 +139,49 @@ class Record:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a record, of a run's folder or by its own path; a last line that was cut off by a kill is left out.
+        """Read a record, of a run's folder or by its own path.
 
-        One that was altered, or that has lost lines, is a `FileError`. So is one that lacks what was there when the
-        newest checkpoint beside it was written.
+        A last line that was cut off by a kill is left out.
+
+        One that was altered, or that has lost lines, is a `FileError`. So is one that lacks what
+        was there when the newest checkpoint beside it was written.
         """
         path = Path(path)
         path = path / "record.jsonl" if path.is_dir() else path
-        checkpoints = checkpoint.saved(path.parent / "checkpoints")  # before the lines, which may grow meanwhile
+        # before the lines, which may grow meanwhile
+        checkpoints = checkpoint.saved(path.parent / "checkpoints")
         chained = ChainedLines(path, REMEDY)
         lines = chained.read()
         if not lines or "configuration" not in lines[0]:
             raise FileError(
-                f"{path} is not the record of a run: its first line must hold the configuration; {REMEDY}"
+                f"{path} is not the record of a run: its first line must hold the configuration;"
+                f" {REMEDY}"
             )
         saved = max((int(line["saved"]) for line in lines if "saved" in line), default=-1)
         if checkpoints and checkpoint.step_of(checkpoints[-1]) > saved:
             raise FileError(
-                f"{path} is damaged: its lines after line {len(lines)} are lost, since {checkpoints[-1].name} was "
-                f"written after them; {REMEDY}"
+                f"{path} is damaged: its lines after line {len(lines)} are lost, since"
+                f" {checkpoints[-1].name} was written after them; {REMEDY}"
             )
         written_by = lines[0].get("versions", {})
         try:
             record = cls(Configuration.from_plain(lines[0]["configuration"]))
             record.points = [Point.from_plain(line) for line in lines[1:] if "step" in line]
-            record._end = next((End.from_plain(line["end"]) for line in lines[1:] if "end" in line), None)
+            record._end = next(
+                (End.from_plain(line["end"]) for line in lines[1:] if "end" in line), None
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise FileError(
-                f"{path} holds a record that this version cannot read ({error}); read it with the version that "
-                f"wrote it (coterie {written_by.get('coterie', 'of unknown version')}), or train again"
+                f"{path} holds a record that this version cannot read ({error}); read it with the"
+                " version that wrote it (coterie"
+                f" {written_by.get('coterie', 'of unknown version')}), or train again"
             ) from error
-        record.path, record.versions, record._lines, record._saved = path, written_by, chained, saved
+        record.path, record.versions, record._lines, record._saved = (
+            path,
+            written_by,
+            chained,
+            saved,
+        )
         return record
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -171,7 +194,9 @@ class Record:
     def _rewrite(self) -> None:
         if self._lines is None:
             return
-        lines: list[dict[str, Any]] = [{"configuration": self.configuration.to_plain(), "versions": self.versions}]
+        lines: list[dict[str, Any]] = [
+            {"configuration": self.configuration.to_plain(), "versions": self.versions}
+        ]
         lines += [point.to_plain() for point in self.points]
         lines += [{"saved": self._saved}] * (self._saved >= 0)
         lines += [] if self._end is None else [{"end": self._end.to_plain()}]

@@ -40,16 +40,25 @@ class Point:
     weight: float | None = None  # of the peers in the last one
     own_loss: float | None = None  # user 0's loss, the mean since the last point
     left_out: int = 0  # how many gradients of peers were left out so far
-    validation: Mapping[str, float] = field(default_factory=dict)  # loss and metrics on the validation set
+    # loss and metrics on the validation set
+    validation: Mapping[str, float] = field(default_factory=dict)
     guard: GuardCheck | None = None  # what the guard saw, where there is one
 
     def to_plain(self) -> dict[str, Any]:
         """Return the point as flat numbers by the names of the curves."""
-        numbers = {"weight": self.weight, "own_loss": self.own_loss, "left_out": self.left_out or None}
-        plain = {"step": self.step} | {name: value for name, value in numbers.items() if value is not None}
+        numbers = {
+            "weight": self.weight,
+            "own_loss": self.own_loss,
+            "left_out": self.left_out or None,
+        }
+        plain = {"step": self.step} | {
+            name: value for name, value in numbers.items() if value is not None
+        }
         plain |= {f"validation_{name}": value for name, value in self.validation.items()}
         return plain | (
-            {curve: getattr(self.guard, name) for name, curve in _GUARD_CURVES.items()} if self.guard else {}
+            {curve: getattr(self.guard, name) for name, curve in _GUARD_CURVES.items()}
+            if self.guard
+            else {}
         )
 
     @classmethod
@@ -58,8 +67,14 @@ class Point:
         guard = {name: plain[curve] for name, curve in _GUARD_CURVES.items() if curve in plain}
         prefix = "validation_"
         return cls(
-            **{name: plain[name] for name in ("step", "weight", "own_loss", "left_out") if name in plain},
-            validation={name.removeprefix(prefix): v for name, v in plain.items() if name.startswith(prefix)},
+            **{
+                name: plain[name]
+                for name in ("step", "weight", "own_loss", "left_out")
+                if name in plain
+            },
+            validation={
+                name.removeprefix(prefix): v for name, v in plain.items() if name.startswith(prefix)
+            },
             guard=GuardCheck(**guard) if guard else None,
         )
 
@@ -69,7 +84,8 @@ class GuardDecision:
     """Which of the two models the guard serves at the end: the one of lower validation loss."""
 
     served: Literal["collaborative", "alone"]
-    difference: float  # the validation loss of the collaborative model, less that of the one trained alone
+    # the validation loss of the collaborative model, less that of the one trained alone
+    difference: float
     error: float  # the standard error of the difference, paired by example
     alone_step: int | None = None  # the step at which the one trained alone was at its best
 
@@ -102,7 +118,8 @@ class Comparison:
     on: str  # the examples, and what they had to do with the choice of the two models, in words
     examples: int  # how many; of splits, how many these are
     measures: Mapping[str, Difference]  # the metrics, the chosen one first, then the loss
-    splits: int = 0  # of how many splits of the examples these are means, with errors that allow for their overlap
+    # of how many splits of the examples these are means, with errors that allow for their overlap
+    splits: int = 0
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
@@ -126,17 +143,23 @@ class End:
     best_step: int  # the step that the model is of
     seconds: float = 0.0  # how long it took, in this session
     stopped: str | None = None  # what ended it early
-    validation: Mapping[str, float] = field(default_factory=dict)  # loss and metrics on user 0's validation set
+    # loss and metrics on user 0's validation set
+    validation: Mapping[str, float] = field(default_factory=dict)
     test: Mapping[str, float] = field(default_factory=dict)  # and on its test set
     guard: GuardDecision | None = None  # which model is served, where there was a guard
     tau: Mapping[str, float] = field(
         default_factory=dict
     )  # each peer's share of the peers' weight in the last step
-    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by peer, how often, by reason
-    costs: Mapping[str, Cost] = field(default_factory=dict)  # by user, what it computed and exchanged, in numbers
-    traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by user, in bytes and seconds, if it travelled
-    promises: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of private peers, as they tell them
-    account: Mapping[str, Any] = field(default_factory=dict)  # what adaptive averaging found out on the way
+    # by peer, how often, by reason
+    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # by user, what it computed and exchanged, in numbers
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    # by user, in bytes and seconds, if it travelled
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    # of private peers, as they tell them
+    promises: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # what adaptive averaging found out on the way
+    account: Mapping[str, Any] = field(default_factory=dict)
     not_captured: Annotated[str, Shown("steps were taken one by one in the end: {}")] = (
         ""  # where they were not at first
     )
@@ -145,7 +168,10 @@ class End:
 
     @property
     def judged_on(self) -> tuple[str, Mapping[str, float]]:
-        """On which set the model served was judged, and its numbers: validation where there is no test set."""
+        """On which set the model served was judged, and its numbers.
+
+        Validation where there is no test set.
+        """
         return ("test", self.test) if self.test else ("validation", self.validation)
 
     def shown(self) -> list[str]:
@@ -166,7 +192,9 @@ class End:
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""
         plain = asdict(self)
-        return {name: value for name, value in plain.items() if value or name not in _LEFT_OUT_IF_EMPTY}
+        return {
+            name: value for name, value in plain.items() if value or name not in _LEFT_OUT_IF_EMPTY
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
@@ -179,4 +207,6 @@ class End:
         return cls(**{**plain, **parts})
 
 
-_LEFT_OUT_IF_EMPTY = frozenset({"validation", "promises", "account", "not_captured", "comparison", "verdict"})
+_LEFT_OUT_IF_EMPTY = frozenset(
+    {"validation", "promises", "account", "not_captured", "comparison", "verdict"}
+)

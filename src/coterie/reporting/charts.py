@@ -1,6 +1,9 @@
-"""Charts as pieces of a page: words and numbers are text of the page, lines are SVG that stretches with its width.
+"""Charts as pieces of a page.
 
-Colours are those of the page's stylesheet, light or dark; a line also has dashes of its own, a bar its number.
+Words and numbers are text of the page, lines are SVG that stretches with its width.
+
+Colours are those of the page's stylesheet, light or dark; a line also has dashes of its own, a bar
+its number.
 """
 
 import math
@@ -51,7 +54,8 @@ def bar_chart(bars: Sequence[Bar], label: str) -> str:
     """
     most = max((bar.value for bar in bars), default=0) or 1.0
     rows = [
-        f'<div class="bar{"" if bar.value else " none"}" role="listitem"><span class="name">{escape(bar.name)}'
+        f'<div class="bar{"" if bar.value else " none"}" role="listitem"><span'
+        f' class="name">{escape(bar.name)}'
         f"{f'<small>{escape(bar.note)}</small>' if bar.note else ''}</span>"
         f'<span class="track"><i style="width:{100 * bar.value / most:.1f}%"></i></span>'
         f'<span class="number">{escape(bar.text)}</span></div>'
@@ -70,16 +74,17 @@ def bar_picture(bars: Sequence[Bar], title: str) -> str:
     most, row = max((bar.value for bar in bars), default=0) or 1.0, 24
     height = 44 + row * len(bars)
     drawn = [
-        f'<text x="16" y="{58 + row * i}">{escape(bar.name)}</text>'
-        f'<rect x="130" y="{45 + row * i}" width="{450 * bar.value / most:.1f}" height="16" rx="2" fill="#0b6e99"/>'
-        f'<text x="{138 + 450 * bar.value / most:.1f}" y="{58 + row * i}">{escape(bar.text)}</text>'
+        f'<text x="16" y="{58 + row * i}">{escape(bar.name)}</text><rect x="130" y="{45 + row * i}"'
+        f' width="{450 * bar.value / most:.1f}" height="16" rx="2" fill="#0b6e99"/><text'
+        f' x="{138 + 450 * bar.value / most:.1f}" y="{58 + row * i}">{escape(bar.text)}</text>'
         for i, bar in enumerate(bars)
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {height}" width="660" height="{height}" '
-        f'role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="14" fill="#1b1f24">'
-        f'<rect width="660" height="{height}" rx="6" fill="#f3f6f8"/>'
-        f'<text x="16" y="28" font-weight="600">{escape(title)}</text>{"".join(drawn)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {height}" width="660"'
+        f' height="{height}" role="img" aria-label="{escape(title)}" font-family="sans-serif"'
+        f' font-size="14" fill="#1b1f24"><rect width="660" height="{height}" rx="6"'
+        ' fill="#f3f6f8"/><text x="16" y="28"'
+        f' font-weight="600">{escape(title)}</text>{"".join(drawn)}</svg>\n'
     )
 
 
@@ -105,10 +110,12 @@ def interval_chart(intervals: Sequence[Interval], label: str) -> str:
         left, right = map(place, one.ends)
         kind = {True: " good", False: " bad", None: ""}[one.better]
         rows.append(
-            f'<div class="bar{kind}" role="listitem"><span class="name">{escape(one.name)}</span>'
-            f'<span class="axis" style="--zero:{zero:.2f}%"><i class="reach" style="left:{left:.2f}%;'
-            f'width:{right - left:.2f}%"></i><i class="dot" style="left:{place(one.value):.2f}%"></i></span>'
-            f'<span class="number">{escape(one.text)}</span></div>'
+            f'<div class="bar{kind}" role="listitem"><span'
+            f' class="name">{escape(one.name)}</span><span class="axis"'
+            f' style="--zero:{zero:.2f}%"><i class="reach"'
+            f' style="left:{left:.2f}%;width:{right - left:.2f}%"></i><i class="dot"'
+            f' style="left:{place(one.value):.2f}%"></i></span><span'
+            f' class="number">{escape(one.text)}</span></div>'
         )
     return _listed(rows, label, "bars intervals")
 
@@ -139,7 +146,8 @@ def line_chart(
         return f"{1000 * across:.1f},{300 * (1 - up):.1f}"
 
     drawn = [
-        f'<line class="grid" x1="0" x2="1000" y1="{at(left, y).split(",")[1]}" y2="{at(left, y).split(",")[1]}"/>'
+        f'<line class="grid" x1="0" x2="1000" y1="{at(left, y).split(",")[1]}"'
+        f' y2="{at(left, y).split(",")[1]}"/>'
         for y in ticks
     ]
     for i, (name, (places, values)) in enumerate(finite.items()):
@@ -152,14 +160,17 @@ def line_chart(
         dashes = f' stroke-dasharray="{DASHES[i % 6]}"' if DASHES[i % 6] else ""
         drawn.append(f'<polyline class="c{i % 6}"{dashes} points="{points}"/>')
     marks = "".join(
-        f'<span style="bottom:{100 * (y - low) / ((high - low) or 1):.2f}%">{y:g}</span>' for y in ticks
+        f'<span style="bottom:{100 * (y - low) / ((high - low) or 1):.2f}%">{y:g}</span>'
+        for y in ticks
     )
     return (
         f'<figure class="lines"><figcaption>{escape(ylabel)}</figcaption>'
         f'<div class="plot"><div class="ticks">{marks}</div>'
-        f'<svg viewBox="0 0 1000 300" preserveAspectRatio="none" role="img" aria-label="{escape(ylabel)} over '
+        '<svg viewBox="0 0 1000 300" preserveAspectRatio="none" role="img"'
+        f' aria-label="{escape(ylabel)} over '
         f'{escape(xlabel)}: {escape(", ".join(lines))}">{"".join(drawn)}</svg></div>'
-        f'<div class="ends"><span>{left:g}</span><span>{escape(xlabel)}</span><span>{right:g}</span></div>'
+        "<div"
+        f' class="ends"><span>{left:g}</span><span>{escape(xlabel)}</span><span>{right:g}</span></div>'
         f"{_legend(list(lines))}</figure>"
     )
 
@@ -170,8 +181,9 @@ def _listed(rows: Sequence[str], label: str, kind: str) -> str:
 
 def _legend(names: Sequence[str]) -> str:
     keys = [
-        f'<span><svg viewBox="0 0 30 8" class="key" aria-hidden="true"><line class="c{i % 6}" x1="0" x2="30" '
-        f'y1="4" y2="4" stroke-dasharray="{DASHES[i % 6]}"/></svg>{escape(name)}</span>'
+        f'<span><svg viewBox="0 0 30 8" class="key" aria-hidden="true"><line class="c{i % 6}"'
+        ' x1="0" x2="30" y1="4" y2="4"'
+        f' stroke-dasharray="{DASHES[i % 6]}"/></svg>{escape(name)}</span>'
         for i, name in enumerate(names)
     ]
     return f'<div class="legend">{"".join(keys)}</div>'

@@ -1,4 +1,7 @@
-"""Several runs on one page: each one's verdict, numbers, cost and weights, and their curves together."""
+"""Several runs on one page.
+
+Each one's verdict, numbers, cost and weights, and their curves together.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +20,28 @@ CURVES = 6
 
 def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
     """Write a page that compares ended runs, given by name, and return its path."""
-    findings = [HEADLINES[verdict(record.configuration, record.end).finding] for record in records.values()]
-    counted = ", ".join(f"{findings.count(each)} × {each.lower()}" for each in dict.fromkeys(findings))
-    lead = Lead(
-        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself. If you take the run with the "
-        "best test numbers, these numbers chose it, and look better than they are."
+    findings = [
+        HEADLINES[verdict(record.configuration, record.end).finding] for record in records.values()
+    ]
+    counted = ", ".join(
+        f"{findings.count(each)} × {each.lower()}" for each in dict.fromkeys(findings)
     )
-    of = {(record.configuration.me, *record.configuration.data.split()[:1]) for record in records.values()}
+    lead = Lead(
+        f"{len(records)} runs: {counted}. Each verdict is that of its run by itself. If you take"
+        " the run with the best test numbers, these numbers chose it, and look better than they"
+        " are."
+    )
+    of = {
+        (record.configuration.me, *record.configuration.data.split()[:1])
+        for record in records.values()
+    }
     unlike = "Not all runs have the same examples of the same user: do not compare their losses."
     sections = [
-        Section("Side by side", [unlike] if len(of) > 1 else [], [[_row(*each) for each in records.items()]]),
+        Section(
+            "Side by side",
+            [unlike] if len(of) > 1 else [],
+            [[_row(*each) for each in records.items()]],
+        ),
         *_against_alone(records),
         *_curves(records),
         *(_of_run(name, record) for name, record in records.items()),
@@ -35,7 +50,10 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
 
 
 def _row(name: str, record: Record) -> dict[str, Any]:
-    """Return what the table says of a run: its test numbers, else those on its validation examples."""
+    """Return what the table says of a run.
+
+    Its test numbers, else those on its validation examples.
+    """
     configuration, end = record.configuration, record.end
     which, measures = end.judged_on
     numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in measures.items())
@@ -52,19 +70,31 @@ def _row(name: str, record: Record) -> dict[str, Any]:
 
 
 def _against_alone(records: Mapping[str, Record]) -> list[Section]:
-    """Return for each measure the differences of all runs that have it; nothing where none has one."""
+    """Return for each measure the differences of all runs that have it.
+
+    Nothing where none has one.
+    """
     intervals: dict[str, list[Any]] = {}
     for name, record in records.items():
         said = verdict(record.configuration, record.end)
         for measure, one in said.measures.items():
             shown = interval(f"{name}, {measure}", one, said.clear.get(measure))
             intervals.setdefault(measure, []).append(shown)
-    charts = [interval_chart(some, f"difference to alone in {measure}") for measure, some in intervals.items()]
-    return [Section("Against training alone", ["Right of the mark is better."], charts=charts)] if charts else []
+    charts = [
+        interval_chart(some, f"difference to alone in {measure}")
+        for measure, some in intervals.items()
+    ]
+    return (
+        [Section("Against training alone", ["Right of the mark is better."], charts=charts)]
+        if charts
+        else []
+    )
 
 
 def _curves(records: Mapping[str, Record]) -> list[Section]:
-    lines: dict[str, Points] = {name: record.curve("validation_loss") for name, record in records.items()}
+    lines: dict[str, Points] = {
+        name: record.curve("validation_loss") for name, record in records.items()
+    }
     lines = {name: line for name, line in list(lines.items())[:CURVES] if line[0]}
     more = [f"The first {CURVES} runs."] if len(records) > CURVES else []
     counts = " or ".join(dict.fromkeys(records[name].configuration.counts for name in lines))
@@ -74,5 +104,8 @@ def _curves(records: Mapping[str, Record]) -> list[Section]:
 
 def _of_run(name: str, record: Record) -> Section:
     """Return what one run says by itself."""
-    said, whom = verdict(record.configuration, record.end).sentence, whom_section(record.configuration, record.end)
+    said, whom = (
+        verdict(record.configuration, record.end).sentence,
+        whom_section(record.configuration, record.end),
+    )
     return Section(name, [said, *whom.text], charts=whom.charts, folded=True)

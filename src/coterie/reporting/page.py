@@ -1,4 +1,7 @@
-"""One self-contained HTML page, one look for all: text, tables and charts in a single file that opens anywhere."""
+"""One self-contained HTML page, one look for all.
+
+Text, tables and charts in a single file that opens anywhere.
+"""
 
 import functools
 import io
@@ -25,7 +28,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Lead:
-    """What a page says first: the conclusion in a word and in a sentence, and the numbers that it rests on."""
+    """What a page says first.
+
+    The conclusion in a word and in a sentence, and the numbers that it rests on.
+    """
 
     sentence: str
     headline: str = ""
@@ -39,16 +45,25 @@ class Section:
 
     title: str
     text: Sequence[str] = ()  # paragraphs of plain text; what is between backquotes is set as code
-    tables: Sequence[Sequence[Mapping[str, Any]]] = ()  # each a list of rows, a row what stands in each column
+    # each a list of rows, a row what stands in each column
+    tables: Sequence[Sequence[Mapping[str, Any]]] = ()
     figures: Sequence["Figure"] = ()  # drawn into the page as SVG
     charts: Sequence[str] = ()  # HTML of `coterie.reporting.charts`
     folded: bool = False  # shown as its title, which opens by a click
 
 
 def write_page(
-    path: Path, title: str, sections: Sequence[Section], *, lead: Lead | None = None, script: str = ""
+    path: Path,
+    title: str,
+    sections: Sequence[Section],
+    *,
+    lead: Lead | None = None,
+    script: str = "",
 ) -> Path:
-    """Write a page to one HTML file that needs nothing else, and return its path; what is folded comes last."""
+    """Write a page to one HTML file that needs nothing else, and return its path.
+
+    What is folded comes last.
+    """
     text = _template().render(title=title, lead=lead, sections=sections, script=script)
     files.write(path, text.encode())
     return path
@@ -62,12 +77,17 @@ def _template() -> "Template":
 
     def prose(text: str) -> Markup:
         parts = str(escape(text)).split("`")
-        return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))  # noqa: S704  # escaped above
+        marked = (f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+        return Markup("".join(marked))  # noqa: S704  # escaped above
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("coterie.reporting", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("coterie.reporting", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {"prose": prose, "svg": lambda figure: Markup(svg(figure))}  # noqa: S704  # our own drawing
+    environment.filters["prose"] = prose
+    environment.filters["svg"] = lambda figure: Markup(svg(figure))  # noqa: S704  # our own drawing
     return environment.get_template("page.html")
 
 
@@ -90,12 +110,17 @@ _THEMED = {
 
 
 def svg(figure: "Figure") -> str:
-    """Return a figure as an SVG element as wide as its place; the same figure gives the same text."""
+    """Return a figure as an SVG element as wide as its place.
+
+    The same figure gives the same text.
+    """
     import matplotlib as mpl
 
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "coterie", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+        figure.savefig(
+            buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None}
+        )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     head, rest = text.split(">", 1)

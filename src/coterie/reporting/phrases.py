@@ -13,21 +13,24 @@ from coterie.theory.plan import PAYS, Choice, Promise, PromiseCost
 
 TITLES = {"alone": "Alone", "wga": "WGA", "bc_oracle": "BC, oracle", "bc": "BC"}
 NO_STEP = (
-    "Alone's step size is 0 because its bound is least where no step is taken: the noise outweighs what so few "
-    "steps gain. Ask for more of them."
+    "Alone's step size is 0 because its bound is least where no step is taken: the noise outweighs"
+    " what so few steps gain. Ask for more of them."
 )
 
 NOTHING = (
-    "The theory's bound says nothing here: in this many steps it promises neither averaging nor training alone a "
-    "loss below that of the start. It does not say that collaboration does not pay; train, and read the verdict on "
-    "held-out rows."
+    "The theory's bound says nothing here: in this many steps it promises neither averaging nor"
+    " training alone a loss below that of the start. It does not say that collaboration does not"
+    " pay; train, and read the verdict on held-out rows."
 )
 SOMETHING = 0.99
 """A bound above this part of the start's excess loss promises nothing."""
 
 
 def sure_speedup(wga: Choice, steps: int, doubted: Constants | None) -> float:
-    """Return the speedup of averaging that is left where constants are as bad as they may be; see `verdict`."""
+    """Return the speedup of averaging that is left where constants are as bad as they may be.
+
+    See `verdict`.
+    """
     if doubted is None:
         return float(wga.speedup)
     return min(float(wga.speedup), float(averaging_speedup(doubted, steps, wga.alpha)))
@@ -38,39 +41,45 @@ def verdict(
 ) -> list[str]:
     """Say in plain words whether averaging pays, whether bias correction does, and what a step size of 0 means.
 
-    Constants that were measured have errors: `doubted` has biases that are two standard errors larger, and no more
-    is claimed of averaging than is left with these.
+    Constants that were measured have errors: `doubted` has biases that are two standard errors
+    larger, and no more is claimed of averaging than is left with these.
     """
     wga, bc, sure = choices["wga"], choices["bc"], sure_speedup(choices["wga"], steps, doubted)
     if sure > PAYS:
         unless = (
-            "" if doubted is None else ", unless a bias is more than two standard errors above what was measured"
+            ""
+            if doubted is None
+            else ", unless a bias is more than two standard errors above what was measured"
         )
         first = (
-            f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {sure:.3g} times fewer "
-            f"steps than training alone{unless}."
+            f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {sure:.3g} times"
+            f" fewer steps than training alone{unless}."
         )
     elif wga.speedup > PAYS:
         first = (
-            f"It is not known whether averaging pays: the speedup of {wga.speedup:.3g} takes biases that are not "
-            f"clear of their errors for none; with all two standard errors larger it is {sure:.3g}."
+            f"It is not known whether averaging pays: the speedup of {wga.speedup:.3g} takes biases"
+            " that are not clear of their errors for none; with all two standard errors larger it"
+            f" is {sure:.3g}."
         )
-    elif min(float(wga.bound), float(choices["alone"].bound)) > SOMETHING * float(problem.initial_gap):
+    elif min(float(wga.bound), float(choices["alone"].bound)) > SOMETHING * float(
+        problem.initial_gap
+    ):
         first = NOTHING
     else:
         first = (
-            "Averaging does not pay: over this many steps the peers' bias outweighs the noise they would save "
-            f"(speedup {wga.speedup:.3g})."
+            "Averaging does not pay: over this many steps the peers' bias outweighs the noise they"
+            f" would save (speedup {wga.speedup:.3g})."
         )
     if bc.speedup > PAYS:
         second = (
-            f"Bias correction pays by its bound on the mean over the run: {bc.speedup:.3g} times fewer steps "
-            f"than training alone, with alpha = {bc.alpha:.3g} and beta = {bc.beta:.3g}."
+            f"Bias correction pays by its bound on the mean over the run: {bc.speedup:.3g} times"
+            f" fewer steps than training alone, with alpha = {bc.alpha:.3g} and beta ="
+            f" {bc.beta:.3g}."
         )
     else:
         second = (
-            f"Bias correction is not shown to pay: by its bound on the mean over the run its speedup is "
-            f"{bc.speedup:.3g}, because {_obstacle(problem, steps)}."
+            "Bias correction is not shown to pay: by its bound on the mean over the run its"
+            f" speedup is {bc.speedup:.3g}, because {_obstacle(problem, steps)}."
         )
     return [first, second, *([NO_STEP] if not choices["alone"].lr else [])]
 
@@ -84,10 +93,12 @@ def _obstacle(problem: Constants, steps: int) -> str:
     limit = hessian_gap_limit(problem, alpha, lr)
     if problem.hessian_gap > limit:
         return (
-            f"following the bias as it drifts costs more than the noise; it needs a Hessian gap below {limit:.2g}"
+            "following the bias as it drifts costs more than the noise; it needs a Hessian gap"
+            f" below {limit:.2g}"
         )
     return (
-        "the first estimate of the bias costs more than the noise; it needs more steps or a better first estimate"
+        "the first estimate of the bias costs more than the noise; it needs more steps or a better"
+        " first estimate"
     )
 
 
@@ -104,14 +115,20 @@ def cells(name: str, row: Mapping[str, float | None]) -> dict[str, str]:
         value = row.get(key, math.nan)
         return "∞" if value is None else "" if math.isnan(value) else f"{value:.4g}"
 
-    columns = {"alpha": "alpha", "beta": "beta", "step size": "lr", "excess loss ≤": "bound", "speedup": "speedup"}
+    columns = {
+        "alpha": "alpha",
+        "beta": "beta",
+        "step size": "lr",
+        "excess loss ≤": "bound",
+        "speedup": "speedup",
+    }
     return {"method": TITLES[name]} | {column: cell(key) for column, key in columns.items()}
 
 
 def note(rows: Mapping[str, Mapping[str, float | None]]) -> str:
     """Say what the bounds of a table are on."""
     return (
-        f"Bounds are on the last step; BC's is on the mean over the run, where Alone's is "
+        "Bounds are on the last step; BC's is on the mean over the run, where Alone's is "
         f"{rows['bc']['alone_bound']:.4g}."
     )
 
@@ -121,7 +138,11 @@ def in_short(choices: Mapping[str, Choice]) -> str:
     shown = []
     for name in ("wga", "bc"):
         row = numbers(choices[name])
-        knobs = [f"{key} {row[key]:.3g}" for key in ("alpha", "beta", "speedup") if row.get(key) is not None]
+        knobs = [
+            f"{key} {row[key]:.3g}"
+            for key in ("alpha", "beta", "speedup")
+            if row.get(key) is not None
+        ]
         shown.append(f"{TITLES[name]} {', '.join(knobs)}")
     return "; ".join(shown)
 
@@ -129,8 +150,8 @@ def in_short(choices: Mapping[str, Choice]) -> str:
 def exchange_cells(problem: Constants, steps: int, cost: float) -> list[dict[str, str]]:
     """Return a table of how often to exchange where an exchange costs as much as so many gradients.
 
-    Its bounds are on the excess loss, the mean over the points of exchange, in the time of `steps` steps with an
-    exchange each.
+    Its bounds are on the excess loss, the mean over the points of exchange, in the time of `steps`
+    steps with an exchange each.
     """
     return [
         {
@@ -147,7 +168,10 @@ def exchange_cells(problem: Constants, steps: int, cost: float) -> list[dict[str
 
 
 def exchange_choices(problem: Constants, steps: int, cost: float) -> dict[str, Exchanges]:
-    """Return what may be done in a given time: ask nobody, exchange at every step, or less often in either way."""
+    """Return what may be done in a given time.
+
+    Ask nobody, exchange at every step, or less often in either way.
+    """
     return {
         "alone": alone_in_time(problem, steps, cost),
         "at every step": best_exchanges(problem, steps, cost, "stale", every=1),
@@ -158,41 +182,55 @@ def exchange_choices(problem: Constants, steps: int, cost: float) -> dict[str, E
 
 def exchange_sentence(choices: Mapping[str, Exchanges], cost: float) -> str:
     """Say how often to exchange, by the least bound."""
-    kind, best = min(((k, one) for k, one in choices.items() if one.every), key=lambda each: each[1].bound)
+    kind, best = min(
+        ((k, one) for k, one in choices.items() if one.every), key=lambda each: each[1].bound
+    )
     setting = "exchange_every" if kind == "stale peers" else "local_steps"
-    best_is = f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
+    best_is = (
+        f"{kind} with `{setting}={best.every}`" if best.every > 1 else "an exchange at every step"
+    )
     said = (
-        f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that of {best_is}."
+        f"Where an exchange costs as much as {cost:g} gradients, the least bound with peers is that"
+        f" of {best_is}."
     )
     if choices["alone"].bound >= best.bound:
         return said
-    return said + " Alone's is lower: it takes steps, each on fresh own examples, in the time of exchanges."
+    return (
+        said
+        + " Alone's is lower: it takes steps, each on fresh own examples, in the time of exchanges."
+    )
 
 
 def promise_cells(alone: Choice, cost: PromiseCost) -> list[dict[str, str]]:
     """Return a table of training alone, of averaging with plain peers, and with those that keep their promise."""
     rows = {"Alone": alone, "WGA, plain peers": cost.plain, "WGA, private peers": cost.private}
     shown = [(title, cells("wga", numbers(choice))) for title, choice in rows.items()]
-    return [{key: cell for key, cell in (row | {"method": title}).items() if key != "beta"} for title, row in shown]
+    return [
+        {key: cell for key, cell in (row | {"method": title}).items() if key != "beta"}
+        for title, row in shown
+    ]
 
 
 def promise_sentences(promise: Promise, cost: PromiseCost, n_peers: int) -> list[str]:
     """Say what a promise costs, and from how many peers on collaboration pays."""
     size = min(promise.batch_size or promise.examples, promise.examples)
     first = (
-        f"For this ε over {promise.gradients} gradients of {size} rows a peer adds noise of norm {cost.noise:.3g} "
-        f"to each: it is worth {cost.worth:.2g} of a plain peer."
+        f"For this ε over {promise.gradients} gradients of {size} rows a peer adds noise of norm"
+        f" {cost.noise:.3g} to each: it is worth {cost.worth:.2g} of a plain peer."
     )
     second = (
-        f"With {n_peers} such peers averaging has a speedup of {cost.private.speedup:.3g} over training alone, "
-        f"where plain ones would have {cost.plain.speedup:.3g}."
+        f"With {n_peers} such peers averaging has a speedup of {cost.private.speedup:.3g} over"
+        f" training alone, where plain ones would have {cost.plain.speedup:.3g}."
     )
     if cost.pays_from is None:
         third = "No number of such peers pays: their bias outweighs what they save."
     elif cost.pays_from <= n_peers:
         third = f"It pays from {_count(cost.pays_from)} on (a speedup of {PAYS:g})."
     else:
-        third = f"It does not pay yet: it would from {_count(cost.pays_from)} on (a speedup of {PAYS:g})."
+        third = (
+            f"It does not pay yet: it would from {_count(cost.pays_from)} on (a speedup of"
+            f" {PAYS:g})."
+        )
     return [first, second, third]
 
 

@@ -1,6 +1,9 @@
-"""The page of a plan: what the theory advises for some constants, and sliders that show what else would do to it.
+"""The page of a plan.
 
-Everything that a slider can show is computed here and lies in the page; the page itself only looks it up.
+What the theory advises for some constants, and sliders that show what else would do to it.
+
+Everything that a slider can show is computed here and lies in the page; the page itself only looks
+it up.
 """
 
 import json
@@ -23,12 +26,22 @@ POSITIONS = 5
 """How many places a slider has; what was asked for is in the middle where it can be."""
 FACTORS = {"peers": 3.0, "noise": 2.0, "bias": 3.0, "steps": 4.0}
 """What one place of a slider multiplies by."""
-COLUMNS = {"alpha": "alpha", "beta": "beta", "lr": "step size", "bound": "excess loss ≤", "speedup": "speedup"}
+COLUMNS = {
+    "alpha": "alpha",
+    "beta": "beta",
+    "lr": "step size",
+    "bound": "excess loss ≤",
+    "speedup": "speedup",
+}
 DIGITS = 4
 
 
-def write_plan_page(out: Path, problem: Constants, steps: int, doubted: Constants | None = None) -> Path:
-    """Write the page with its sliders, and the gain-factor picture beside it; return the page's path.
+def write_plan_page(
+    out: Path, problem: Constants, steps: int, doubted: Constants | None = None
+) -> Path:
+    """Write the page with its sliders, and the gain-factor picture beside it.
+
+    Return the page's path.
 
     For `doubted` see `coterie.reporting.phrases.verdict`.
     """
@@ -39,39 +52,72 @@ def write_plan_page(out: Path, problem: Constants, steps: int, doubted: Constant
     for kind in ("png", "pdf"):
         figure.savefig(out / f"gain_factor.{kind}")
     table, middle = lookup(problem, steps), _asked(problem, steps)
-    constants = [{"constant": name, "value": f"{value:.4g}"} for name, value in _scalars(problem).items()]
+    constants = [
+        {"constant": name, "value": f"{value:.4g}"} for name, value in _scalars(problem).items()
+    ]
     rows = {name: numbers(choice) for name, choice in choices.items()}
-    picture = "The speedup of averaging, for m = 0 and peers as noisy as user 0; the mark is this problem."
+    picture = (
+        "The speedup of averaging, for m = 0 and peers as noisy as user 0; the mark is this"
+        " problem."
+    )
     sections = [
         Section("", [*rest, note(rows)]),
         Section("What if?", charts=[_sliders(table["values"], middle), _results()]),
-        Section("The constants", tables=[[*constants, {"constant": "steps", "value": str(steps)}]], folded=True),
+        Section(
+            "The constants",
+            tables=[[*constants, {"constant": "steps", "value": str(steps)}]],
+            folded=True,
+        ),
         Section("Gain over all problems", [picture], figures=[figure], folded=True),
     ]
     data = json.dumps(table).replace("<", "\\u003c")
-    script = f"const PLAN = {data};\n{resources.files('coterie.reporting').joinpath('plan.js').read_text('utf-8')}"
+    script = (
+        "const PLAN ="
+        f" {data};\n{resources.files('coterie.reporting').joinpath('plan.js').read_text('utf-8')}"
+    )
     finding = "better" if sure_speedup(choices["wga"], steps, doubted) > PAYS else ""
     title = "Plan: does collaboration pay, by the theory's bounds?"
-    return write_page(out / "index.html", title, sections, lead=Lead(first, "", finding), script=script)
+    return write_page(
+        out / "index.html", title, sections, lead=Lead(first, "", finding), script=script
+    )
 
 
 def lookup(problem: Constants, steps: int) -> dict[str, Any]:
-    """Return what the sliders can show: their values, and for each combination of places a row for each method.
+    """Return what the sliders can show.
 
-    Rows lie in the order of the places of peers, noise, bias and steps, the last fastest; a row has alpha, beta,
-    step size, bound and speedup of each method, null where there is none or it is infinite.
+    Their values, and for each combination of places a row for each method.
+
+    Rows lie in the order of the places of peers, noise, bias and steps, the last fastest; a row has
+    alpha, beta, step size, bound and speedup of each method, null where there is none or it is
+    infinite.
     """
     values = {name: _places(name, value) for name, value in _asked(problem, steps).items()}
-    peers, noise, bias, many = np.meshgrid(*(np.array(places) for places in values.values()), indexing="ij")
-    ratio = 1.0 if problem.peer_noise is None else float(problem.peer_noise) / (float(problem.noise) or 1.0)
-    changed = replace(problem, n_peers=peers, noise=noise, peer_noise=ratio * noise, bias_floor=bias)
+    peers, noise, bias, many = np.meshgrid(
+        *(np.array(places) for places in values.values()), indexing="ij"
+    )
+    ratio = (
+        1.0
+        if problem.peer_noise is None
+        else float(problem.peer_noise) / (float(problem.noise) or 1.0)
+    )
+    changed = replace(
+        problem, n_peers=peers, noise=noise, peer_noise=ratio * noise, bias_floor=bias
+    )
     choices = plan(changed, many)
     shape = peers.shape
-    rows = np.stack([_column(choice, name, shape) for choice in choices.values() for name in COLUMNS], axis=-1)
+    rows = np.stack(
+        [_column(choice, name, shape) for choice in choices.values() for name in COLUMNS], axis=-1
+    )
     flat = [[_number(value) for value in row] for row in rows.reshape(-1, rows.shape[-1])]
     titles = [TITLES[name] for name in choices]
     something = SOMETHING * float(problem.initial_gap)
-    return {"values": values, "methods": titles, "columns": list(COLUMNS), "something": something, "rows": flat}
+    return {
+        "values": values,
+        "methods": titles,
+        "columns": list(COLUMNS),
+        "something": something,
+        "rows": flat,
+    }
 
 
 def _asked(problem: Constants, steps: int) -> dict[str, float]:
@@ -85,7 +131,10 @@ def _asked(problem: Constants, steps: int) -> dict[str, float]:
 
 
 def _places(name: str, middle: float) -> list[float]:
-    """Return the values that a slider has, what was asked for among them; whole ones where they count."""
+    """Return the values that a slider has, what was asked for among them.
+
+    Whole ones where they count.
+    """
     powers = range(-(POSITIONS // 2), POSITIONS // 2 + 1)
     values = [middle * FACTORS[name] ** k for k in powers]
     if name == "bias" and not middle:
@@ -99,9 +148,13 @@ def _places(name: str, middle: float) -> list[float]:
     return [least + k for k in range(POSITIONS)]
 
 
-def _column(choice: Choice, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _column(
+    choice: Choice, name: str, shape: tuple[int, ...]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     value = getattr(choice, name)
-    return np.broadcast_to(np.asarray(math.nan if value is None else value, dtype=np.float64), shape)
+    return np.broadcast_to(
+        np.asarray(math.nan if value is None else value, dtype=np.float64), shape
+    )
 
 
 def _number(value: float) -> float | None:
@@ -110,13 +163,19 @@ def _number(value: float) -> float | None:
 
 def _sliders(values: Mapping[str, Sequence[float]], asked: Mapping[str, float]) -> str:
     """Return the sliders, each at what was asked for."""
-    words = {"peers": "peers N", "noise": "own noise σ₀", "bias": "peers' bias ζ", "steps": "steps T"}
+    words = {
+        "peers": "peers N",
+        "noise": "own noise σ₀",
+        "bias": "peers' bias ζ",
+        "steps": "steps T",
+    }
     made = []
     for name, places in values.items():
         start = places.index(asked[name])
         made.append(
-            f'<label>{words[name]} <output id="of-{name}">{places[start]:.4g}</output>'
-            f'<input type="range" id="{name}" min="0" max="{POSITIONS - 1}" step="1" value="{start}"></label>'
+            f'<label>{words[name]} <output id="of-{name}">{places[start]:.4g}</output><input'
+            f' type="range" id="{name}" min="0" max="{POSITIONS - 1}" step="1"'
+            f' value="{start}"></label>'
         )
     return f'<div class="sliders">{"".join(made)}</div>'
 
@@ -131,7 +190,11 @@ def _results() -> str:
 
 
 def _scalars(problem: Constants) -> dict[str, float]:
-    return {name.replace("_", " "): float(value) for name, value in asdict(problem).items() if value is not None}
+    return {
+        name.replace("_", " "): float(value)
+        for name, value in asdict(problem).items()
+        if value is not None
+    }
 
 
 def _mark(problem: Constants, steps: int) -> tuple[float, float] | None:

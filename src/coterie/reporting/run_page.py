@@ -1,4 +1,7 @@
-"""The page of one run: the verdict, whom the model listens to, how Alone does, the cost; details fold."""
+"""The page of one run.
+
+The verdict, whom the model listens to, how Alone does, the cost; details fold.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +21,13 @@ from coterie.theory import best_averaging, plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
 
 _NOT_SERVED = {
-    "alone": "These weights are of the model that followed the peers; what is served followed nobody.",
-    "pooled": "These weights are of the branch, which is not served: what is served followed the peers by their "
-    "numbers of examples in all steps.",
+    "alone": (
+        "These weights are of the model that followed the peers; what is served followed nobody."
+    ),
+    "pooled": (
+        "These weights are of the branch, which is not served: what is served followed the peers by"
+        " their numbers of examples in all steps."
+    ),
 }
 
 
@@ -47,11 +54,15 @@ def _curves(record: Record) -> list[Section]:
         title: record.curve(name) for name, title in wanted.items() if record.curve(name)[0]
     }
     restarts = max(record.curve("guard_restarts")[1], default=0)
-    text = [f"The guard let the run start again from the model trained alone {restarts} times."] if restarts else []
+    text = (
+        [f"The guard let the run start again from the model trained alone {restarts} times."]
+        if restarts
+        else []
+    )
     if "looks" in record.end.account:
         text.append(
-            "The training loss is that of the copy trained alone. The validation loss is that of what would be "
-            "served at a step: in the first half of the steps this copy."
+            "The training loss is that of the copy trained alone. The validation loss is that of"
+            " what would be served at a step: in the first half of the steps this copy."
         )
     charts = [line_chart(curves, record.configuration.counts, "loss")]
     return [Section("Learning curves", text, charts=charts, folded=True)] if curves else []
@@ -61,15 +72,23 @@ def _weights(record: Record) -> list[Section]:
     charts, counts = [], record.configuration.counts
     steps, weight = record.curve("weight")
     if any(weight):
-        charts.append(line_chart({"all peers": (steps, weight)}, counts, "weight of the peers in the run"))
+        charts.append(
+            line_chart({"all peers": (steps, weight)}, counts, "weight of the peers in the run")
+        )
     account = record.end.account
     text = [_NOT_SERVED[account["path"]]] if account.get("path") in _NOT_SERVED else []
     if account.get("weights"):
         peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)
         lines = {"nobody": account["nobody"], **dict(peers[:5])}
-        shown: dict[str, Points] = {name: (account["steps"], values) for name, values in lines.items()}
+        shown: dict[str, Points] = {
+            name: (account["steps"], values) for name, values in lines.items()
+        }
         most = "" if len(peers) <= 5 else ", the five largest"
-        charts.append(line_chart(shown, "steps", f"weights in the first half, where the own examples judge{most}"))
+        charts.append(
+            line_chart(
+                shown, "steps", f"weights in the first half, where the own examples judge{most}"
+            )
+        )
     return [Section("Weights over the run", text, charts=charts, folded=True)] if charts else []
 
 
@@ -80,7 +99,10 @@ def _candidates(record: Record) -> list[Section]:
             {"": name, "loss": f"{one['loss']:.4g}", "weight": f"{one['weight']:.0%}"}
             for name, one in board.items()
         ]
-        text = ["The mean loss of the own examples, each by models that were fitted, and mixed, without it."]
+        text = [
+            "The mean loss of the own examples, each by models that were fitted, and mixed,"
+            " without it."
+        ]
         return [Section("Leaderboard", text, [lines])]
     if not account:
         return []
@@ -95,8 +117,11 @@ def _candidates(record: Record) -> list[Section]:
         if share
     ]
     text = [
-        "A look is a step whose models were judged by examples they had not seen. In how many resamples of these "
-        "examples it was the best of its path: what a path serves is the mean of its looks with these shares.",
+        (
+            "A look is a step whose models were judged by examples they had not seen. In how many"
+            " resamples of these examples it was the best of its path: what a path serves is the"
+            " mean of its looks with these shares."
+        ),
     ]
     return [Section("When it stopped", text, [rows], folded=True)]
 
@@ -131,8 +156,9 @@ def _measured_constants(estimates: Estimates) -> Section:
         for name, peer in estimates.peers.items()
     ]
     text = [
-        f"From {estimates.batches} batches, at the start of training and a little downhill, ± one standard error "
-        "over batches. The least loss is taken to be 0; curvature is that on the way from one point to the other."
+        f"From {estimates.batches} batches, at the start of training and a little downhill, ± one"
+        " standard error over batches. The least loss is taken to be 0; curvature is that on the"
+        " way from one point to the other."
     ]
     return Section("Constants, measured", text, [table, each], folded=True)
 
@@ -140,10 +166,15 @@ def _measured_constants(estimates: Estimates) -> Section:
 def _what_follows(estimates: Estimates, steps: int) -> Section:
     peers = estimates.constants(steps)
     choices, tau = plan_for_peers(peers, steps), best_averaging(peers, steps).tau
-    sure = sure_speedup(choices["wga"], steps, estimates.constants(steps, bias_errors=2).constants(tau))
+    sure = sure_speedup(
+        choices["wga"], steps, estimates.constants(steps, bias_errors=2).constants(tau)
+    )
     rows = {name: numbers(choice) for name, choice in choices.items()}
     first = "What the theory's bounds give for these constants, each method at its best knobs."
-    doubt = "Biases that are not clear of their errors count as none there; with all two standard errors larger"
+    doubt = (
+        "Biases that are not clear of their errors count as none there; with all two standard"
+        " errors larger"
+    )
     text = [f"{first} {doubt} the speedup of WGA is {sure:.3g}.", note(rows)]
     table = [cells(name, row) for name, row in rows.items()]
     return Section("What the theory makes of them", text, [table], folded=True)
@@ -169,7 +200,10 @@ def _peers(record: Record) -> Section:
     if promises := record.end.promises:
         for row in rows:
             made = promises.get(str(row["user"]))
-            private = made and f"ε = {made['epsilon']:g} at δ = {made['delta']:g}; {made['spent']:.3g} spent"
+            private = (
+                made
+                and f"ε = {made['epsilon']:g} at δ = {made['delta']:g}; {made['spent']:.3g} spent"
+            )
             row["promises for each example"] = private or "–"
     return Section("Users and what it cost each", tables=[rows], folded=True)
 
@@ -177,9 +211,20 @@ def _peers(record: Record) -> Section:
 def _settings(record: Record) -> Section:
     """Return what the run was asked to do, and by which versions it was done."""
     asked = record.configuration
-    names = ["rule", "optimizer", "scheduler", "loss", "model", *settings_of(StepSettings), "guard", "capture"]
+    names = [
+        "rule",
+        "optimizer",
+        "scheduler",
+        "loss",
+        "model",
+        *settings_of(StepSettings),
+        "guard",
+        "capture",
+    ]
     shown: dict[str, Any] = {name.replace("_", " "): getattr(asked, name) for name in names}
-    rows = [{"setting": name, "value": value} for name, value in {**shown, **record.versions}.items()]
+    rows = [
+        {"setting": name, "value": value} for name, value in {**shown, **record.versions}.items()
+    ]
     return Section("Settings and versions", tables=[rows], folded=True)
 
 
@@ -201,7 +246,9 @@ def write_run_page(
     More sections come before the details.
     """
     title = f"A model for {record.configuration.me.name}"
-    return write_page(path, title, [*_first(record), *more, *details(record, weight)], lead=lead(record))
+    return write_page(
+        path, title, [*_first(record), *more, *details(record, weight)], lead=lead(record)
+    )
 
 
 def lead(record: Record) -> Lead:
@@ -212,14 +259,24 @@ def lead(record: Record) -> Lead:
 
 
 def _measured(said: Verdict, end: End) -> list[Tile]:
-    """Return the numbers that the verdict rests on; the model's own where there is nothing to compare."""
+    """Return the numbers that the verdict rests on.
+
+    The model's own where there is nothing to compare.
+    """
     if said.measures:
         return [
-            Tile(f"{name}, against alone", difference(one), f"{one.ours:.4g} served, {one.alone:.4g} alone")
+            Tile(
+                f"{name}, against alone",
+                difference(one),
+                f"{one.ours:.4g} served, {one.alone:.4g} alone",
+            )
             for name, one in said.measures.items()
         ]
     which, measures = end.judged_on
-    return [Tile(f"{which} {name}", f"{value:.4g}", "of the model served") for name, value in measures.items()][:2]
+    return [
+        Tile(f"{which} {name}", f"{value:.4g}", "of the model served")
+        for name, value in measures.items()
+    ][:2]
 
 
 def _cost(configuration: Configuration, end: End) -> Tile:
@@ -242,9 +299,16 @@ def _first(record: Record) -> list[Section]:
     rows = beside_alone(record)
     if comparison is None:
         return [*sections, *([Section("The model served", tables=[rows])] if rows else [])]
-    intervals = [interval(name, one, said.clear.get(name)) for name, one in comparison.measures.items()]
-    text = f"On {comparison.on}. Lines are two standard errors to either side; right of the mark is better."
-    charts = [interval_chart([one], f"difference of {one.name} to training alone") for one in intervals]
+    intervals = [
+        interval(name, one, said.clear.get(name)) for name, one in comparison.measures.items()
+    ]
+    text = (
+        f"On {comparison.on}. Lines are two standard errors to either side; right of the mark is"
+        " better."
+    )
+    charts = [
+        interval_chart([one], f"difference of {one.name} to training alone") for one in intervals
+    ]
     return [*sections, Section("Beside a model trained alone", [text], [rows], charts=charts)]
 
 

@@ -15,7 +15,9 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
     peers = counted(len(configuration.peers), "peer")
-    length = f"{counted(end.step, configuration.counts.removesuffix('s'))} of {configuration.optimizer}"
+    length = (
+        f"{counted(end.step, configuration.counts.removesuffix('s'))} of {configuration.optimizer}"
+    )
     if "exchanges" in end.account:  # no optimizer took a step
         length = f"in closed form by {counted(end.account['exchanges'], 'exchange')}"
     lines = [
@@ -30,12 +32,17 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     lines.append(_validated(end))
     if end.test:
         lines.append(f"test: {_numbers(end.test)} ({counted(configuration.me.test, 'example')})")
-    if weight is not None and not (serves_alone(end) or end.account):  # else it is that of a model not served
+    if weight is not None and not (
+        serves_alone(end) or end.account
+    ):  # else it is that of a model not served
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
     lines += _traffic(configuration.me.name, end.traffic) + promised(end)
     if end.left_out:
-        counts = (f"{name} in {counted(sum(reasons.values()), 'step')}" for name, reasons in end.left_out.items())
+        counts = (
+            f"{name} in {counted(sum(reasons.values()), 'step')}"
+            for name, reasons in end.left_out.items()
+        )
         lines.append("left out: " + ", ".join(counts))
     return lines + end.shown()
 
@@ -45,7 +52,12 @@ def beside_alone(record: Record) -> list[dict[str, str]]:
     comparison, end = record.end.comparison, record.end
     if comparison is not None:
         return [
-            {"": name, "served": f"{one.ours:.4g}", "alone": f"{one.alone:.4g}", "difference": difference(one)}
+            {
+                "": name,
+                "served": f"{one.ours:.4g}",
+                "alone": f"{one.alone:.4g}",
+                "difference": difference(one),
+            }
             for name, one in comparison.measures.items()
         ]
     which, measures = end.judged_on
@@ -59,10 +71,16 @@ def followed(end: End) -> str:
     if not end.account:
         return ""
     first, last = (end.account["stop"][name] for name in ("first", "last"))
-    which = f"the model of step {first}" if first == last else f"the mean of the models of steps {first} to {last}"
+    which = (
+        f"the model of step {first}"
+        if first == last
+        else f"the mean of the models of steps {first} to {last}"
+    )
     return {
         "alone": f"trained without peers; {which} was selected",
-        "branch": f"trained with peers first, then increasingly on your examples; {which} was selected",
+        "branch": (
+            f"trained with peers first, then increasingly on your examples; {which} was selected"
+        ),
         "pooled": f"trained with peers weighted by their numbers of examples; {which} was selected",
     }[end.account["path"]]
 
@@ -73,7 +91,8 @@ def promised(end: End) -> list[str]:
     Example:
         >>> a, b = ({"epsilon": 4.0, "delta": 1e-5, "clip": 1.0, "spent": spent} for spent in (1.5, 1.25))
         >>> promised(End(step=1, best_step=1, promises={"a": a, "b": b}))
-        ['private: 2 peers promise ε = 4 at δ = 1e-05 for each example; spent over all their runs: 1.25 to 1.5']
+        ['private: 2 peers promise ε = 4 at δ = 1e-05 for each example; spent over all their runs:
+        1.25 to 1.5']
     """
     alike: dict[str, dict[str, float]] = {}
     for name, one in end.promises.items():
@@ -85,7 +104,9 @@ def promised(end: End) -> list[str]:
         who, whose = f"{len(by_name)} peers promise", "their"
         if len(by_name) == 1:
             who, whose = f"{next(iter(by_name))} promises", "its"
-        lines.append(f"private: {who} {promise} for each example; spent over all {whose} runs: {spent}")
+        lines.append(
+            f"private: {who} {promise} for each example; spent over all {whose} runs: {spent}"
+        )
     return lines
 
 
@@ -94,7 +115,11 @@ def _validated(end: End) -> str:
     if end.validation:
         which = "validation" if end.account else f"best at step {end.best_step} by validation loss"
         return f"{which}: {_numbers(end.validation)}"
-    judged = "the own examples judged, each where it was not seen" if end.account else "the model is the last one"
+    judged = (
+        "the own examples judged, each where it was not seen"
+        if end.account
+        else "the model is the last one"
+    )
     return f"nothing held out for validation: {judged}"
 
 
@@ -103,7 +128,11 @@ def _constants(record: Record) -> list[str]:
     configuration = record.configuration
     if configuration.not_measured:
         return [f"constants not measured: {configuration.not_measured}"]
-    return [Estimates.from_plain(configuration.estimates).sentence()] if configuration.estimates else []
+    return (
+        [Estimates.from_plain(configuration.estimates).sentence()]
+        if configuration.estimates
+        else []
+    )
 
 
 def _traffic(me: str, traffic: Mapping[str, Traffic]) -> list[str]:
@@ -112,10 +141,11 @@ def _traffic(me: str, traffic: Mapping[str, Traffic]) -> list[str]:
         return []
     own, rounding = traffic[me], max(each.rounding for each in traffic.values())
     rounded = f"; rounded on the way by {rounding:.2g} at most" if rounding else ""
-    computed = f"computed for {own.seconds_computing:.3g} s, " if own.seconds_computing else ""  # not always timed
+    # not always timed
+    computed = f"computed for {own.seconds_computing:.3g} s, " if own.seconds_computing else ""
     return [
-        f"sent {own.bytes_sent / 1e6:.3g} MB and received {own.bytes_received / 1e6:.3g} MB; {computed}"
-        f"waited for the peers for {own.seconds_waiting:.3g} s{rounded}"
+        f"sent {own.bytes_sent / 1e6:.3g} MB and received {own.bytes_received / 1e6:.3g} MB;"
+        f" {computed}waited for the peers for {own.seconds_waiting:.3g} s{rounded}"
     ]
 
 

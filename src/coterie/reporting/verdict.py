@@ -1,4 +1,7 @@
-"""The verdict: whether the model served is better than one trained alone. Nothing else speaks of that."""
+"""The verdict: whether the model served is better than one trained alone.
+
+Nothing else speaks of that.
+"""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +27,8 @@ class Verdict:
     finding: Literal["better", "worse", "mixed", "unclear", "alone", "unknown"]
     sentence: str
     comparison: Comparison | None = None  # what it rests on, where there is such a thing
-    clear: Mapping[str, bool] = field(default_factory=dict)  # in which measures it is clear, and whether better
+    # in which measures it is clear, and whether better
+    clear: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def measures(self) -> Mapping[str, Difference]:
@@ -35,14 +39,20 @@ class Verdict:
 def verdict(configuration: Configuration, end: End) -> Verdict:
     """Say whether the model served is better than one trained alone, and how sure that is.
 
-    It is judged by the chosen metric and by the loss: on the test examples, else on validation examples or on own
-    examples that the copies judged had not seen, and it says which.
+    It is judged by the chosen metric and by the loss: on the test examples, else on validation
+    examples or on own examples that the copies judged had not seen, and it says which.
     """
     name = configuration.me.name
     if asks_nobody(configuration):
-        why = "no peer was asked" if configuration.alone else "no peer was given weight before the first step"
+        why = (
+            "no peer was asked"
+            if configuration.alone
+            else "no peer was given weight before the first step"
+        )
         return Verdict(
-            "alone", f"The model for {name} was trained alone: {why}.{_learned(end, 'It was never', end.best_step)}"
+            "alone",
+            f"The model for {name} was trained alone:"
+            f" {why}.{_learned(end, 'It was never', end.best_step)}",
         )
     if serves_alone(end):
         sentence = f"{name} gets the model trained without peers: {_why_alone(configuration, end)}."
@@ -53,9 +63,14 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
         return replace(over_splits, finding="alone", sentence=f"{sentence} {over_splits.sentence}")
     comparison = end.comparison or _from_account(configuration, end.account)
     if comparison is None:
-        why = f"the run was stopped by {end.stopped}" if end.stopped else _why_unknown(configuration, end.account)
+        why = (
+            f"the run was stopped by {end.stopped}"
+            if end.stopped
+            else _why_unknown(configuration, end.account)
+        )
         return Verdict(
-            "unknown", f"Whether the model for {name} is better than one trained alone is not known: {why}."
+            "unknown",
+            f"Whether the model for {name} is better than one trained alone is not known: {why}.",
         )
     found = judged(name, comparison)
     which = "Neither was ever" if end.best_step == 0 else "The model trained alone was never"
@@ -69,26 +84,41 @@ def asks_nobody(configuration: Configuration) -> bool:
 
 def serves_alone(end: End) -> bool:
     """Say whether what is served is the model trained alone beside the other."""
-    return (end.guard is not None and end.guard.served == "alone") or end.account.get("path") == "alone"
+    return (end.guard is not None and end.guard.served == "alone") or end.account.get(
+        "path"
+    ) == "alone"
 
 
 def _learned(end: End, which: str, best: int | None) -> str:
-    """Say which model was never better than before its first step, where it is at its best there; else ""."""
-    sentence = f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+    """Say which model was never better than before its first step, where it is at its best there.
+
+    Else "".
+    """
+    sentence = (
+        f" {which} better than before its first step: steps may be too long, try a lower `lr`."
+    )
     return sentence if best == 0 < end.step else ""
 
 
 def _best_alone(end: End) -> int | None:
-    """Return the last step of which there is anything in the model trained alone; None where it is not known."""
+    """Return the last step of which there is anything in the model trained alone.
+
+    None where it is not known.
+    """
     if looks := end.account.get("looks", {}).get("alone"):
-        return max(int(step) for step, share in zip(looks["steps"], looks["frequencies"], strict=True) if share)
+        return max(
+            int(step)
+            for step, share in zip(looks["steps"], looks["frequencies"], strict=True)
+            if share
+        )
     return None if end.guard is None else end.guard.alone_step
 
 
 def chance(one: Difference, examples: int) -> float:
     """Return how often chance alone shows a difference as large, by Student's t, two-sided.
 
-    With n examples no difference is rarer by chance than 2^(1 − n): as often do n differences have one sign.
+    With n examples no difference is rarer by chance than 2^(1 − n): as often do n differences have
+    one sign.
 
     Example:
         >>> round(chance(Difference(ours=0.5, alone=0.4, error=0.05, less_is_better=False), 31), 3)
@@ -98,7 +128,9 @@ def chance(one: Difference, examples: int) -> float:
         return 1.0
     least = 2.0 ** (1 - examples)
     return (
-        max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error))) if one.error else least
+        max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error)))
+        if one.error
+        else least
     )
 
 
@@ -112,23 +144,35 @@ def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
     evidence = f"{numbers} on {comparison.on} (one standard error, {paired})"
     which = f"{'a' if comparison.splits else 'the'} model for {name}"
     if not clear:
-        least = {key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error}
+        least = {
+            key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error
+        }
         could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
         if len(measures) * 2.0 ** (1 - n) >= LEVEL:
             few = counted(n, "split" if comparison.splits else unit)
             evidence += f"; {few} {'is' if n == 1 else 'are'} too few to be sure"
         elif could:
             evidence += f"; clear would be {could}"
-        sentence = f"It is not clear whether {which} is better or worse than one trained alone: {evidence}."
+        sentence = (
+            f"It is not clear whether {which} is better or worse than one trained alone:"
+            f" {evidence}."
+        )
         return Verdict("unclear", sentence, comparison)
     which = which[0].upper() + which[1:]
     if len(set(clear.values())) > 1:
-        good, bad = (next(key for key, better in clear.items() if better is wanted) for wanted in (True, False))
-        sentence = f"{which} is better than one trained alone in {good} and worse in {bad}: {evidence}."
+        good, bad = (
+            next(key for key, better in clear.items() if better is wanted)
+            for wanted in (True, False)
+        )
+        sentence = (
+            f"{which} is better than one trained alone in {good} and worse in {bad}: {evidence}."
+        )
         return Verdict("mixed", sentence, comparison, clear)
     finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
     evidence = f"{evidence}; {_by_chance(min(p[key] for key in clear))}"
-    return Verdict(finding, f"{which} is {finding} than one trained alone: {evidence}.", comparison, clear)
+    return Verdict(
+        finding, f"{which} is {finding} than one trained alone: {evidence}.", comparison, clear
+    )
 
 
 def difference(one: Difference) -> str:
@@ -142,7 +186,9 @@ def difference(one: Difference) -> str:
 
 
 def with_error(value: float, error: float) -> str:
-    """Return a value with its sign and its standard error, to two digits of the error; alone where none is known.
+    """Return a value with its sign and its standard error, to two digits of the error.
+
+    Alone where none is known.
 
     Example:
         >>> with_error(-0.07154, 0.0384), with_error(1234.5, 321.0), with_error(0.0, 0.0), with_error(0.5, math.nan)
@@ -163,7 +209,11 @@ def with_error(value: float, error: float) -> str:
 def _judging(comparison: Comparison) -> dict[str, Difference]:
     """Return the measures that a verdict is made by: the first metric and the loss."""
     metrics = [name for name in comparison.measures if name != "loss"]
-    return {name: comparison.measures[name] for name in [*metrics[:1], "loss"] if name in comparison.measures}
+    return {
+        name: comparison.measures[name]
+        for name in [*metrics[:1], "loss"]
+        if name in comparison.measures
+    }
 
 
 def _is_better(one: Difference) -> bool:
@@ -181,7 +231,10 @@ def _by_chance(p: float) -> str:
 
 
 def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> Comparison | None:
-    """Return the comparison in loss that was made on the way: by validation examples, or by own ones in turn."""
+    """Return the comparison in loss that was made on the way.
+
+    By validation examples, or by own ones in turn.
+    """
     if "difference" not in account:
         return None
     if "leaderboard" in account:
@@ -191,7 +244,9 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
         n, ours = configuration.me.validation, account["validation_loss"]
         on = f"{n} validation examples, corrected for having chosen"
     difference = account["difference"]
-    loss = Difference(ours=ours, alone=ours - difference, error=account["error"], less_is_better=True)
+    loss = Difference(
+        ours=ours, alone=ours - difference, error=account["error"], less_is_better=True
+    )
     return Comparison(on=on, examples=n, measures={"loss": loss})
 
 
@@ -212,7 +267,9 @@ def _why_alone(configuration: Configuration, end: End) -> str:
 def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> str:
     if account:
         held_out = (
-            "one validation example is too few" if configuration.me.validation else "no examples were held out"
+            "one validation example is too few"
+            if configuration.me.validation
+            else "no examples were held out"
         )
         return f"{held_out}; give user 0 a test set"
     return f"no model was trained alone beside it (guard {configuration.guard})"
@@ -234,6 +291,9 @@ def _compared(end: End, spec: RunSpec, model: nn.Module, alone: nn.Module) -> Co
         on = f"{counted(len(test), 'test example')} that neither was chosen by"
         return compare(model, alone, spec.loss, test, spec.metrics, on=on)
     if test is None and validation is not None and not end.account:
-        on = f"{len(validation)} validation examples, which also chose both, so that it may look larger than it is"
+        on = (
+            f"{len(validation)} validation examples, which also chose both, so that it may look"
+            " larger than it is"
+        )
         return compare(model, alone, spec.loss, validation, spec.metrics, on=on)
     return None

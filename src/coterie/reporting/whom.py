@@ -27,28 +27,41 @@ class Heard:
 
 
 def heard(configuration: Configuration, end: End) -> list[Heard]:
-    """Return all peers, those with most weight first; nobody has any where the model trained alone is served."""
+    """Return all peers, those with most weight first.
+
+    Nobody has any where the model trained alone is served.
+    """
     nobody = asks_nobody(configuration) or serves_alone(end)
     shares = {} if nobody else {name: share for name, share in end.tau.items() if share}
     names = sorted(configuration.peers, key=lambda name: -shares.get(name, 0.0))
-    return [Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares)) for name in names]
+    return [
+        Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares))
+        for name in names
+    ]
 
 
 def weighs(configuration: Configuration, end: End) -> bool:
-    """Say whether it is known whom the model listens to: methods have no weights, nor has a rule from the start."""
+    """Say whether it is known whom the model listens to.
+
+    Methods have no weights, nor has a rule from the start.
+    """
     return bool(end.tau) or asks_nobody(configuration) or serves_alone(end)
 
 
 def _reason(name: str, configuration: Configuration, end: End, listened: bool) -> str:
     """Say why a peer has no weight, or when it was left out; "" where nothing is to be said."""
-    missed = ", ".join(f"{why} in {counted(count, 'step')}" for why, count in end.left_out.get(name, {}).items())
+    missed = ", ".join(
+        f"{why} in {counted(count, 'step')}" for why, count in end.left_out.get(name, {}).items()
+    )
     if listened:
         return missed and f"left out at times: {missed}"
     reasons = {
         "not asked": asks_nobody(configuration),
         "the model trained alone is served": serves_alone(end),
         missed: missed,
-        str(configuration.choice.get("left_out", {}).get(name)): name in configuration.choice.get("left_out", {}),
+        str(configuration.choice.get("left_out", {}).get(name)): (
+            name in configuration.choice.get("left_out", {})
+        ),
         "no weights are known for this rule": not end.tau,
         "the own examples did not ask for it": end.account,
     }
@@ -59,14 +72,20 @@ def whom_section(configuration: Configuration, end: End) -> Section:
     """Return bars of whom the model listens to, or that it gives no weights."""
     title = "Whom the model listens to"
     if not weighs(configuration, end):
-        why = f"{configuration.rule} does not say how much it listens to each peer: it gives them no weights."
+        why = (
+            f"{configuration.rule} does not say how much it listens to each peer: it gives them no"
+            " weights."
+        )
         return Section(title, [why])
     what = "Shares of the weight that the peers have together, in the model served."
     return Section(title, [what], charts=[whom_chart(configuration, end)])
 
 
 def whom_chart(configuration: Configuration, end: End) -> str:
-    """Return bars of whom the model listens to; peers that are left out come last, with the reason."""
+    """Return bars of whom the model listens to.
+
+    Peers that are left out come last, with the reason.
+    """
     peers = heard(configuration, end)
     shown = peers if len(peers) <= BARS + 1 else peers[:BARS]
     bars = [Bar(peer.name, peer.share, _share(peer.share), peer.reason) for peer in shown]
@@ -77,15 +96,21 @@ def whom_chart(configuration: Configuration, end: End) -> str:
 
 
 def listened_to(configuration: Configuration, end: End) -> str:
-    """Name the peers with most weight, where weights differ, and those with none; "" where all are alike."""
+    """Name the peers with most weight, where weights differ, and those with none.
+
+    "" where all are alike.
+    """
     peers = heard(configuration, end)
-    weighted, without = ([peer for peer in peers if bool(peer.share) is wanted] for wanted in (True, False))
+    weighted, without = (
+        [peer for peer in peers if bool(peer.share) is wanted] for wanted in (True, False)
+    )
     if not weighted:
         return ""
     parts = []
     if weighted[0].share > 1.01 * weighted[-1].share or len(weighted) == 1 < len(peers):
         parts.append(
-            "most weight among peers: " + ", ".join(f"{peer.name} {peer.share:.2g}" for peer in weighted[:3])
+            "most weight among peers: "
+            + ", ".join(f"{peer.name} {peer.share:.2g}" for peer in weighted[:3])
         )
     if without:
         parts.append(f"no weight: {_named([peer.name for peer in without])}")

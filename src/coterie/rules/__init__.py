@@ -1,4 +1,7 @@
-"""Rules: from the gradients of one step to the direction that user 0 follows. An algorithm is a file."""
+"""Rules: from the gradients of one step to the direction that user 0 follows.
+
+An algorithm is a file.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +12,13 @@ from coterie.rules.bias_correction import BiasCorrection
 from coterie.rules.knobs import Knob
 from coterie.rules.oracle_correction import OracleCorrection
 from coterie.rules.rule import Capturable, FormulaRule, Rule, State, weights_in
-from coterie.rules.similarity import CosineSimilarity, FirstOrder, MirrorDescent, SimilarityGate, WeightErosion
+from coterie.rules.similarity import (
+    CosineSimilarity,
+    FirstOrder,
+    MirrorDescent,
+    SimilarityGate,
+    WeightErosion,
+)
 from coterie.rules.streams import StreamAveraging
 from coterie.rules.weighted_averaging import WeightedAveraging
 
@@ -29,7 +38,10 @@ __all__ = [
 ]
 
 RULES: Registry[Callable[..., Any]] = Registry("rule", "coterie.rules")
-"""What makes a rule from knobs: its class, or a function. What chooses a rule before the first step is here too."""
+"""What makes a rule from knobs.
+
+Its class, or a function. What chooses a rule before the first step is here too.
+"""
 register_rule = RULES.register
 
 _HALF = {"alpha": 0.5}
@@ -47,12 +59,18 @@ _PENALTIES = [{"penalty": penalty} for penalty in (0.001, 0.01, 0.03, 0.1)]
 
 RULES.register("alone", Alone)
 _ALIKE = "Weigh everybody's examples alike."
-RULES.register("pooled", WeightedAveraging, defaults=_POOLED, fixed=list(_POOLED), description=_ALIKE)
+RULES.register(
+    "pooled", WeightedAveraging, defaults=_POOLED, fixed=list(_POOLED), description=_ALIKE
+)
 RULES.register("wga", WeightedAveraging, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("bc", BiasCorrection, defaults=_HALF | {"beta": 0.01}, benchmark_settings=_CORRECTED)
 RULES.register("stream", StreamAveraging, defaults={"horizon": FromRun(lambda run: run.steps)})
 RULES.register("cosine", CosineSimilarity, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("gate", SimilarityGate, defaults=_HALF, benchmark_settings=_ALPHAS)
-RULES.register("first-order", FirstOrder, benchmark_settings=[{"memory": m} for m in (0.0, 0.5, 0.9, 0.99)])
+RULES.register(
+    "first-order", FirstOrder, benchmark_settings=[{"memory": m} for m in (0.0, 0.5, 0.9, 0.99)]
+)
 RULES.register("weight-erosion", WeightErosion, benchmark_settings=_PENALTIES)
-RULES.register("meritfed", MirrorDescent, benchmark_settings=[{"rate": rate} for rate in (0.01, 0.1, 0.3, 1.0)])
+RULES.register(
+    "meritfed", MirrorDescent, benchmark_settings=[{"rate": rate} for rate in (0.01, 0.1, 0.3, 1.0)]
+)

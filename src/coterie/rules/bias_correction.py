@@ -20,21 +20,27 @@ class BiasCorrection(FormulaRule):
         d_t     = (1 − α) g_0 + α (g_avg − w c_t)
         c_{t+1} = (1 − β) c_t + β (g_avg − g_0)
 
-    d_t uses the old c_t: the new one contains this step's noise. In a step where a share a < 1 of the peers'
-    weight answers, the rest of g_avg is g_0, and both lines use a·c_t for the bias of what answered.
+    d_t uses the old c_t: the new one contains this step's noise. In a step where a share a < 1 of
+    the peers' weight answers, the rest of g_avg is g_0, and both lines use a·c_t for the bias of
+    what answered.
 
     Args:
-        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": that of least noise, by
-            the noise that `train` measures before the first step (see docs/estimates.md).
-        beta: β, the rate at which the bias estimate follows, in [0, 1]; a number or a function of the step; "auto":
-            that of the least bound by the corrected Theorem 3.
-        tau: τ, the weight of each peer by name, summing to 1; equal weights when None, and where a knob is "auto",
-            equal weights of the peers whose Hessians differ little enough from user 0's for the least bound.
-        correction: w, how much of the bias is taken away, in [0, 1]: 0 is `WeightedAveraging`, 1 the paper.
-        start: c_0: the `"first"` observed bias, as in the paper, or `"zero"`, as in the authors' notebook.
-        warm_up: follow with β_t = max(β, 1/(t + 1)), so that c_t is at first the mean of the biases seen
-            and a small β need not wait 1/β steps; False gives the paper's recursion exactly.
-        aggregator: a robust aggregator of the peers' gradients in the place of g_avg; it takes no `tau`.
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": that of
+            least noise, by the noise that `train` measures before the first step (see
+            docs/estimates.md).
+        beta: β, the rate at which the bias estimate follows, in [0, 1]; a number or a function of
+            the step; "auto": that of the least bound by the corrected Theorem 3.
+        tau: τ, the weight of each peer by name, summing to 1; equal weights when None, and where a
+            knob is "auto", equal weights of the peers whose Hessians differ little enough from user
+            0's for the least bound.
+        correction: w, how much of the bias is taken away, in [0, 1]: 0 is `WeightedAveraging`, 1
+            the paper.
+        start: c_0: the `"first"` observed bias, as in the paper, or `"zero"`, as in the authors'
+            notebook.
+        warm_up: follow with β_t = max(β, 1/(t + 1)), so that c_t is at first the mean of the biases
+            seen and a small β need not wait 1/β steps; False gives the paper's recursion exactly.
+        aggregator: a robust aggregator of the peers' gradients in the place of g_avg; it takes no
+            `tau`.
 
     Example:
         >>> import torch
@@ -64,14 +70,21 @@ class BiasCorrection(FormulaRule):
         one_of("first", "zero")("start", self.start)
 
     def init(self, x: Tensor) -> State:
-        """Return the state before the first step; `seen` counts the steps in which a bias was observed."""
+        """Return the state before the first step.
+
+        `seen` counts the steps in which a bias was observed.
+        """
         return {**super().init(x), "seen": 0}
 
-    def direction(self, own: Tensor, peers: Tensor, state: State, knobs: Knobs) -> tuple[Tensor, State]:
+    def direction(
+        self, own: Tensor, peers: Tensor, state: State, knobs: Knobs
+    ) -> tuple[Tensor, State]:
         """Return the corrected average, and the next c."""
         alpha, beta, a = knobs["alpha"], knobs["beta"], knobs["answered"]
         c = (peers - own) / a if self.start == "first" and not state["seen"] else state["c"]
-        direction, c = corrected_step(own, peers, c, alpha=alpha, beta=beta, correction=self.correction, answered=a)
+        direction, c = corrected_step(
+            own, peers, c, alpha=alpha, beta=beta, correction=self.correction, answered=a
+        )
         return direction, {"c": c}
 
     def repeats(self, state: State) -> bool:
@@ -85,7 +98,9 @@ class BiasCorrection(FormulaRule):
     def knobs_at(self, state: State) -> dict[str, float]:
         """Return α and β at the state's step."""
         knobs = super().knobs_at(state)
-        return knobs | {"beta": max(knobs["beta"], 1 / (state["seen"] + 1))} if self.warm_up else knobs
+        return (
+            knobs | {"beta": max(knobs["beta"], 1 / (state["seen"] + 1))} if self.warm_up else knobs
+        )
 
     def after(self, state: State, knobs: Knobs, answered: float) -> State:
         """Return the plain part of the state after a step."""

@@ -3,11 +3,12 @@
     d_t     = (1 − α) g_0 + α (g_avg − w c_t)
     c_{t+1} = (1 − β) c_t + β (g_avg − g_0)
 
-α = 0 is `Alone`, w = 0 weighted averaging (Algorithm 2), w = 1 bias correction (Algorithm 3). λ = α(1 − w) is the
-weight that the peers' objective keeps in what is minimised in the end, (1 − λ) f_0 + λ f_avg.
+α = 0 is `Alone`, w = 0 weighted averaging (Algorithm 2), w = 1 bias correction (Algorithm 3). λ =
+α(1 − w) is the weight that the peers' objective keeps in what is minimised in the end, (1 − λ) f_0
++ λ f_avg.
 
-Gradients are vectors of shape (d,), or matrices of shape (R, d) with a row for each run. α and β are numbers,
-tensors without dimensions, or columns of shape (R, 1).
+Gradients are vectors of shape (d,), or matrices of shape (R, d) with a row for each run. α and β
+are numbers, tensors without dimensions, or columns of shape (R, 1).
 """
 
 import functools
@@ -20,7 +21,9 @@ Number: TypeAlias = float | Tensor
 """A knob's value: a number, or a tensor that the device reads."""
 
 
-def combined(own: Tensor, peers: Tensor, alpha: Number, c: Tensor | None = None, correction: float = 0.0) -> Tensor:
+def combined(
+    own: Tensor, peers: Tensor, alpha: Number, c: Tensor | None = None, correction: float = 0.0
+) -> Tensor:
     """Return d = (1 − α) g_0 + α (g_avg − w c)."""
     if c is None or not correction:
         return torch.lerp(own, peers, alpha)
@@ -29,7 +32,10 @@ def combined(own: Tensor, peers: Tensor, alpha: Number, c: Tensor | None = None,
 
 
 def followed(c: Tensor, own: Tensor, peers: Tensor, beta: Number, answered: float = 1.0) -> Tensor:
-    """Return (1 − β) c + β (g_avg − g_0); c stands for the bias of the share that did not answer."""
+    """Return (1 − β) c + β (g_avg − g_0).
+
+    C stands for the bias of the share that did not answer.
+    """
     bias = peers - own
     if answered < 1:
         bias.add_(c, alpha=1 - answered)
@@ -37,9 +43,18 @@ def followed(c: Tensor, own: Tensor, peers: Tensor, beta: Number, answered: floa
 
 
 def corrected_step(
-    own: Tensor, peers: Tensor, c: Tensor, *, alpha: Number, beta: Number, correction: float, answered: float = 1.0
+    own: Tensor,
+    peers: Tensor,
+    c: Tensor,
+    *,
+    alpha: Number,
+    beta: Number,
+    correction: float,
+    answered: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return both lines, with a·c for the bias of the share a that answered; on a GPU by one kernel where it can.
+    """Return both lines, with a·c for the bias of the share a that answered.
+
+    On a GPU by one kernel where it can.
 
     `peers` is g_avg, with g_0 in the place of what did not answer.
     """

@@ -42,7 +42,9 @@ class OracleCorrection(Rule):
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the corrected average and the next state."""
         if g.x is None:
-            raise KnobError("`OracleCorrection` needs the point of the gradients: `Gradients(…, x=x)`")
+            raise KnobError(
+                "`OracleCorrection` needs the point of the gradients: `Gradients(…, x=x)`"
+            )
         alpha = value_at("alpha", self.alpha, state["step"])
         peers, answered = g.average(self.tau)
         following = {"step": state["step"] + 1, "weight": alpha * answered}

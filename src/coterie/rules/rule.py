@@ -1,6 +1,7 @@
 """What a rule is, and a base for rules of one's own.
 
-A rule is a frozen dataclass of knobs. Its state is passed and returned, so that a checkpoint can hold all of it.
+A rule is a frozen dataclass of knobs. Its state is passed and returned, so that a checkpoint can
+hold all of it.
 """
 
 import functools
@@ -17,7 +18,9 @@ from coterie.gradients.gradients import Gradients
 from coterie.rules.knobs import Knob, value_at, weights_over
 
 State: TypeAlias = dict[str, Any]
-"""A rule's memory: tensors and numbers by name, so that a checkpoint can hold it. `step` counts the steps
+"""A rule's memory: tensors and numbers by name, so that a checkpoint can hold it.
+
+`step` counts the steps
 taken; `weight` is the weight that the peers had in the last one."""
 
 Knobs: TypeAlias = Mapping[str, Any]
@@ -26,9 +29,12 @@ Knobs: TypeAlias = Mapping[str, Any]
 
 @runtime_checkable
 class Rule(Protocol):
-    """How user 0 turns gradients into a direction. The knobs are fields; the state is passed and returned.
+    """How user 0 turns gradients into a direction.
 
-    A class may inherit from it what it does not define; fields `tau` and `aggregator` are used where it has them.
+    The knobs are fields; the state is passed and returned.
+
+    A class may inherit from it what it does not define; fields `tau` and `aggregator` are used
+    where it has them.
     """
 
     @property
@@ -65,20 +71,25 @@ class Capturable(Rule, Protocol):
         return {}, {"step": state["step"] + 1}
 
     def with_knobs(self, knobs: Knobs) -> Rule:
-        """Return the rule with these knobs: numbers, tensors on the device, or a column with a row for each run."""
+        """Return the rule with these knobs.
+
+        Numbers, tensors on the device, or a column with a row for each run.
+        """
         return self
 
 
 class FormulaRule(Capturable, ABC):
     """Base of rules that are a formula of g_0, the peers' weighted sum and knobs.
 
-    A subclass is a frozen dataclass. Fields annotated `Knob` are numbers or functions of the step. One function,
-    `direction`, is the formula. It must work on vectors of shape (d,) and on matrices of shape (R, d), a row for
-    each run, with knobs that are numbers, tensors without dimensions or columns of shape (R, 1). In return the rule
-    can be captured on a GPU and takes part in `coterie.train_many`.
+    A subclass is a frozen dataclass. Fields annotated `Knob` are numbers or functions of the step.
+    One function, `direction`, is the formula. It must work on vectors of shape (d,) and on matrices
+    of shape (R, d), a row for each run, with knobs that are numbers, tensors without dimensions or
+    columns of shape (R, 1). In return the rule can be captured on a GPU and takes part in
+    `coterie.train_many`.
 
-    A field `alpha` is recorded as the peers' weight. A field `tau` (the weight of each peer by name) and a field
-    `aggregator` are used where a subclass has them; all peers weigh the same otherwise.
+    A field `alpha` is recorded as the peers' weight. A field `tau` (the weight of each peer by
+    name) and a field `aggregator` are used where a subclass has them; all peers weigh the same
+    otherwise.
 
     Example:
         >>> from dataclasses import dataclass
@@ -97,7 +108,10 @@ class FormulaRule(Capturable, ABC):
     """
 
     memory: tuple[str, ...] = ()
-    """Names of the tensors in the state that have the shape of the parameters; they start at zero."""
+    """Names of the tensors in the state that have the shape of the parameters.
+
+    They start at zero.
+    """
 
     @abstractmethod
     def direction(
@@ -107,15 +121,18 @@ class FormulaRule(Capturable, ABC):
 
         Args:
             own: g_0.
-            peers: the peers' weighted sum, with g_0 in the place of what did not answer; it must not be changed.
+            peers: the peers' weighted sum, with g_0 in the place of what did not answer; it must
+                not be changed.
             state: the state before the step; it must not be changed.
-            knobs: the value of each field annotated `Knob` at this step, and `answered`, the share of the peers'
-                weight that answered, above 0.
+            knobs: the value of each field annotated `Knob` at this step, and `answered`, the share
+                of the peers' weight that answered, above 0.
         """
 
     def init(self, x: Tensor) -> State:
         """Return the state before the first step."""
-        return super().init(x) | {name: torch.zeros_like(x, requires_grad=False) for name in self.memory}
+        return super().init(x) | {
+            name: torch.zeros_like(x, requires_grad=False) for name in self.memory
+        }
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the direction and the next state; g_0 to the bit where no peer answered."""
@@ -128,7 +145,10 @@ class FormulaRule(Capturable, ABC):
         return direction, {**state, **plain, **changed}
 
     def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
-        """Return the next step's knobs and the plain part of the state after it; see `Capturable`."""
+        """Return the next step's knobs and the plain part of the state after it.
+
+        See `Capturable`.
+        """
         knobs = self.knobs_at(state)
         return knobs, self.after(state, knobs, 1.0)
 
@@ -138,10 +158,15 @@ class FormulaRule(Capturable, ABC):
 
     def knobs_at(self, state: State) -> dict[str, float]:
         """Return the knobs at the state's step."""
-        return {name: value_at(name, getattr(self, name), state["step"]) for name in knob_names(self)}
+        return {
+            name: value_at(name, getattr(self, name), state["step"]) for name in knob_names(self)
+        }
 
     def after(self, state: State, knobs: Knobs, answered: float) -> State:
-        """Return the plain part of the state after a step: how many steps, and the weight that the peers had."""
+        """Return the plain part of the state after a step.
+
+        How many steps, and the weight that the peers had.
+        """
         alpha = knobs.get("alpha", 1.0)
         return {"step": state["step"] + 1, "weight": alpha if answered == 1 else alpha * answered}
 
@@ -155,13 +180,17 @@ def knob_names(rule: FormulaRule) -> list[str]:
 def _knob_names(kind: Any) -> list[str]:
     if not is_dataclass(kind):
         raise KnobError(
-            f"the rule {kind.__name__} is no dataclass; write `@dataclass(frozen=True)` above the class"
+            f"the rule {kind.__name__} is no dataclass; write `@dataclass(frozen=True)` above the"
+            " class"
         )
     return [field.name for field in fields(kind) if _is_knob(field.type)]
 
 
 def _is_knob(annotation: object) -> bool:
-    """Say whether an annotation has `Knob` in it; it is a string where annotations are not evaluated."""
+    """Say whether an annotation has `Knob` in it.
+
+    It is a string where annotations are not evaluated.
+    """
     if isinstance(annotation, str):
         return "Knob" in annotation
     return set(get_args(Knob)) <= set(get_args(annotation))
@@ -170,18 +199,25 @@ def _is_knob(annotation: object) -> bool:
 def weights_in(state: State) -> dict[str, float]:
     """Return the weights in a rule's state by name; none where it has none.
 
-    A rule that finds its weights as it goes keeps them in `tau`, by name or as a tensor with `names` beside it.
+    A rule that finds its weights as it goes keeps them in `tau`, by name or as a tensor with
+    `names` beside it.
 
     Example:
         >>> weights_in({"step": 1, "tau": torch.tensor([0.25, 0.75]), "names": ["a", "b"]})
         {'a': 0.25, 'b': 0.75}
     """
     tau = state.get("tau", {})
-    return dict(zip(state["names"], tau.tolist(), strict=True)) if isinstance(tau, Tensor) else dict(tau)
+    return (
+        dict(zip(state["names"], tau.tolist(), strict=True))
+        if isinstance(tau, Tensor)
+        else dict(tau)
+    )
 
 
 def rows_of(g: Gradients) -> Tensor:
     """Return every peer's gradient, each of which must have a name."""
     if g.rows is None or len(g.names) != len(g.rows):
-        raise KnobError("this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`")
+        raise KnobError(
+            "this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`"
+        )
     return g.rows

@@ -1,10 +1,12 @@
 """Other ways to weigh peers from their gradients, each a few lines, to compare `AdaptiveAveraging` with.
 
-All need every peer's gradient, and none needs to know more. They differ in what they take for likeness: the angle
-between gradients, their distance, or what a peer's last gradient would have done for user 0's loss.
+All need every peer's gradient, and none needs to know more. They differ in what they take for
+likeness: the angle between gradients, their distance, or what a peer's last gradient would have
+done for user 0's loss.
 
-`state["tau"]` holds the weights of the last step, of the users in `state["names"]`, the own under the empty name.
-It stays on the device, where the next step needs it, and a step asks the host for nothing: it can be captured.
+`state["tau"]` holds the weights of the last step, of the users in `state["names"]`, the own under
+the empty name. It stays on the device, where the next step needs it, and a step asks the host for
+nothing: it can be captured.
 """
 
 from abc import abstractmethod
@@ -26,12 +28,18 @@ OWN = ""
 
 @dataclass(frozen=True)
 class _Weighing(Capturable):
-    """What the rules here share: they need every peer's gradient, and can be captured once the peers are known."""
+    """What the rules here share.
+
+    They need every peer's gradient, and can be captured once the peers are known.
+    """
 
     needs_rows: ClassVar[bool] = True
 
     def repeats(self, state: State) -> bool:
-        """Say whether the peers are known: the first step, which learns who they are, is on its own."""
+        """Say whether the peers are known.
+
+        The first step, which learns who they are, is on its own.
+        """
         return "tau" in state
 
 
@@ -61,7 +69,8 @@ class CosineSimilarity(_ByAngle):
         >>> direction, state["names"], state["tau"]
         (tensor([2., 0.]), ['a', 'b'], tensor([1., 0.]))
 
-    Reference: the similarity that Sattler, Müller and Samek, *Clustered Federated Learning* (2021), group by.
+    Reference: the similarity that Sattler, Müller and Samek, *Clustered Federated Learning* (2021),
+        group by.
     """
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
@@ -91,7 +100,8 @@ class SimilarityGate(_ByAngle):
         >>> rule(g, rule.init(torch.zeros(2)))[0]
         tensor([1.5000, 0.0000])
 
-    Reference: Du, Czarnecki, Jayakumar, Farajtabar, Pascanu and Lakshminarayanan, *Adapting Auxiliary Losses Using
+    Reference: Du, Czarnecki, Jayakumar, Farajtabar, Pascanu and Lakshminarayanan, *Adapting
+        Auxiliary Losses Using
     Gradient Similarity* (2018), the unweighted version, with peers for auxiliary losses.
     """
 
@@ -120,7 +130,8 @@ class WeightErosion(_Weighing):
         >>> rule(g, rule.init(torch.zeros(2)))[1]["tau"]
         tensor([1.0000, 0.5000])
 
-    Reference: Grimberg, Hartley, Jaggi and Karimireddy, *Weight Erosion: an Update Aggregation Scheme for
+    Reference: Grimberg, Hartley, Jaggi and Karimireddy, *Weight Erosion: an Update Aggregation
+        Scheme for
     Personalized Collaborative Machine Learning* (2020), without its penalty for small data sets.
     """
 
@@ -136,16 +147,24 @@ class WeightErosion(_Weighing):
         far = (rows - g.own).norm(dim=1) / g.own.norm().clamp(min=TINY)
         omega = (by_name(before, names, g.names) - self.penalty * far).clamp(min=0)
         total = 1 + omega.sum()
-        return (g.own + omega @ rows) / total, _next(state, g, omega, 1 - 1 / total, otherwise=before)
+        return (g.own + omega @ rows) / total, _next(
+            state, g, omega, 1 - 1 / total, otherwise=before
+        )
 
 
 @dataclass(frozen=True)
 class _ByGain(_Weighing):
-    """Weigh everybody, user 0 too, by what their last gradient does for user 0's loss: equally at first."""
+    """Weigh everybody, user 0 too, by what their last gradient does for user 0's loss.
+
+    Equally at first.
+    """
 
     @abstractmethod
     def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
-        """Return the next weights from ‖g_k‖ and ⟨g_0 now, g_k⟩ of the last step; before the first, g_k is zero."""
+        """Return the next weights from ‖g_k‖ and ⟨g_0 now, g_k⟩ of the last step.
+
+        Before the first, g_k is zero.
+        """
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return Σ w_k g_k, with the own gradient in the place of who did not answer, and the next state."""
@@ -156,10 +175,17 @@ class _ByGain(_Weighing):
             zeros = everyone.new_zeros(n, everyone.shape[1])
             state = {**state, "names": [*here, *g.left_out], "tau": equal, "last": zeros}
         names, last = state["names"], state["last"]
-        weights = self.moved(state["tau"], last.norm(dim=1).double(), (last @ g.own).double(), g.own)
+        weights = self.moved(
+            state["tau"], last.norm(dim=1).double(), (last @ g.own).double(), g.own
+        )
         theirs = by_name(weights, names, here)[1:]
         used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
-        following = {"step": state["step"] + 1, "weight": used[1:].sum(), "tau": weights, "names": names}
+        following = {
+            "step": state["step"] + 1,
+            "weight": used[1:].sum(),
+            "tau": weights,
+            "names": names,
+        }
         return used @ everyone, {**following, "last": by_name(everyone, here, names)}
 
 
@@ -169,11 +195,12 @@ class MirrorDescent(_ByGain):
 
         d_t = Σ_{k≥0} w_k g_k(x_t),   w_k ← w_k exp(γ ⟨g_0(x_{t+1}), g_k(x_t)⟩ / s) / Z
 
-    The derivative of f_0(x_t − η Σ w_k g_k) by w_k is −η ⟨∇f_0(x_{t+1}), g_k(x_t)⟩, and the next own gradient, from
-    a fresh batch, stands for ∇f_0. s, the product of the lengths of g_0(x_{t+1}) and of the longest g_k(x_t), makes
-    γ free of units; Z makes the weights sum to 1. Where a batch is all own examples, the weights follow the
-    training loss, not the true one. The paper takes several such steps, each with one gradient more, before x
-    moves; here there is one, after it has moved, with a gradient computed anyway: weights are a step late.
+    The derivative of f_0(x_t − η Σ w_k g_k) by w_k is −η ⟨∇f_0(x_{t+1}), g_k(x_t)⟩, and the next
+    own gradient, from a fresh batch, stands for ∇f_0. s, the product of the lengths of g_0(x_{t+1})
+    and of the longest g_k(x_t), makes γ free of units; Z makes the weights sum to 1. Where a batch
+    is all own examples, the weights follow the training loss, not the true one. The paper takes
+    several such steps, each with one gradient more, before x moves; here there is one, after it has
+    moved, with a gradient computed anyway: weights are a step late.
 
     Args:
         rate: γ, the step size of the weights.
@@ -186,7 +213,8 @@ class MirrorDescent(_ByGain):
         >>> state["names"], state["tau"]
         (['', 'a', 'b'], tensor([0.4683, 0.4683, 0.0634], dtype=torch.float64))
 
-    Reference: Tupitsa, Horváth, Takáč and Gorbunov, *Federated Learning Can Find Friends That Are Advantageous*
+    Reference: Tupitsa, Horváth, Takáč and Gorbunov, *Federated Learning Can Find Friends That Are
+        Advantageous*
     (MeritFed, 2024).
     """
 
@@ -206,10 +234,11 @@ class MirrorDescent(_ByGain):
 class FirstOrder(_ByGain):
     """Weigh everybody by how much user 0's loss falls along their last gradient, per unit of length.
 
-        w_k ∝ running mean of max(0, ⟨g_0(x_{t+1}), g_k(x_t)⟩ / ‖g_k(x_t)‖),   d_t = Σ_{k≥0} w_k g_k(x_t)
+        w_k ∝ running mean of max(0, ⟨g_0(x_{t+1}), g_k(x_t)⟩ / ‖g_k(x_t)‖),   d_t = Σ_{k≥0} w_k
+        g_k(x_t)
 
-    To first order this is FedFomo's (f_0(x) − f_0(x_k)) / ‖x_k − x‖ for models x_k = x − η g_k one step away, with
-    the next own gradient, from a fresh batch, in the place of a validation loss.
+    To first order this is FedFomo's (f_0(x) − f_0(x_k)) / ‖x_k − x‖ for models x_k = x − η g_k one
+    step away, with the next own gradient, from a fresh batch, in the place of a validation loss.
 
     Args:
         memory: the share of the running mean that a step leaves as it was, in [0, 1).
@@ -221,7 +250,8 @@ class FirstOrder(_ByGain):
         >>> rule(g, state)[1]["tau"].tolist()
         [0.5, 0.5, 0.0]
 
-    Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, *Personalized Federated Learning with First Order Model
+    Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, *Personalized Federated Learning with First
+        Order Model
     Optimization* (FedFomo, 2021).
     """
 
@@ -231,10 +261,15 @@ class FirstOrder(_ByGain):
         real("lie in [0, 1)", lambda memory: 0 <= memory < 1)("memory", self.memory)
 
     def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
-        """Return the running mean after one more step; as it was where nobody's gradient was of use."""
+        """Return the running mean after one more step.
+
+        As it was where nobody's gradient was of use.
+        """
         worth = (gains / (lengths + TINY)).clamp(min=0)
         total = worth.sum()
-        return torch.where(total > 0, torch.lerp(worth / total.clamp(min=TINY), weights, self.memory), weights)
+        return torch.where(
+            total > 0, torch.lerp(worth / total.clamp(min=TINY), weights, self.memory), weights
+        )
 
 
 def _everybody(g: Gradients, state: State) -> list[str]:
@@ -243,7 +278,9 @@ def _everybody(g: Gradients, state: State) -> list[str]:
     return names
 
 
-def _next(state: State, g: Gradients, tau: Tensor, weight: Tensor, otherwise: Tensor | float = 0.0) -> State:
+def _next(
+    state: State, g: Gradients, tau: Tensor, weight: Tensor, otherwise: Tensor | float = 0.0
+) -> State:
     """Return the next state, in which who did not answer has the weight `otherwise`."""
     names = _everybody(g, state)
     tau = by_name(tau, g.names, names, otherwise)

@@ -1,11 +1,11 @@
 """Weights for a user with fresh samples at every step: the bias Gram matrix, as the run goes.
 
-With fresh samples a gradient is unbiased wherever x is, and the noises of two steps are independent. So products of
-gradients across steps show the peers' bias without their noise.
+With fresh samples a gradient is unbiased wherever x is, and the noises of two steps are
+independent. So products of gradients across steps show the peers' bias without their noise.
 
-The running means stay on the device. Every few steps they are copied to the host. The host solves for weights at
-the next such step, from the last copy: neither waits for the other, and the weights do not depend on how fast the
-copy travels.
+The running means stay on the device. Every few steps they are copied to the host. The host solves
+for weights at the next such step, from the last copy: neither waits for the other, and the weights
+do not depend on how fast the copy travels.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,10 @@ from coterie.gradients.simplex import simplex_minimum
 from coterie.rules.rule import Rule, State, rows_of
 
 STEPS_BETWEEN_SOLUTIONS = 5
-"""Steps from one solution for the weights to the next; each uses the running means of the solution before."""
+"""Steps from one solution for the weights to the next.
+
+Each uses the running means of the solution before.
+"""
 MIN_STEPS_SEEN = 10
 """Steps that a peer must have been seen in before it can have weight."""
 MEANS = ("bias", "squares", "counts", "noise")
@@ -37,12 +40,13 @@ class StreamAveraging(Rule):
         B_ij = running mean of sym⟨y_i(t), y_j(t − 1)⟩,  y_i = g_i − g_0
         κ    = argmin over the simplex of  κᵀBκ + Σ_{k≥0} κ_k² σ_k² / T
 
-    κ_0 is the weight of the own gradient, whose bias is zero; σ_k², the noise of user k's batch, is half the
-    running mean of ‖g_k(t) − g_k(t − 1)‖². The entries of B carry noise, with a standard error s, and a minimiser
-    would pick out the peers that it flatters. So peers whose B_ii cannot be told apart are given their mean; off
-    the diagonal B_ij is shrunk by 1 − (2s/B_ij)², to zero where it is less than 2s, and kept between 0 and
-    √(B_ii B_jj): biases that seem to cancel are not relied on. Users alike then share the weight, and those with a
-    bias well above the noise get none.
+    κ_0 is the weight of the own gradient, whose bias is zero; σ_k², the noise of user k's batch, is
+    half the running mean of ‖g_k(t) − g_k(t − 1)‖². The entries of B carry noise, with a standard
+    error s, and a minimiser would pick out the peers that it flatters. So peers whose B_ii cannot
+    be told apart are given their mean; off the diagonal B_ij is shrunk by 1 − (2s/B_ij)², to zero
+    where it is less than 2s, and kept between 0 and √(B_ii B_jj): biases that seem to cancel are
+    not relied on. Users alike then share the weight, and those with a bias well above the noise get
+    none.
 
     It generalises the paper's choice of weights, in which B is diagonal with the entries ζ_k².
 
@@ -92,13 +96,19 @@ class StreamAveraging(Rule):
         """Return what has been seen before the first step: nothing."""
         names = [*g.names, *g.left_out]
         n, d = len(names), len(g.own)
-        matrix, noise = g.own.new_zeros(n, n, dtype=torch.float64), g.own.new_zeros(1 + n, dtype=torch.float64)
+        matrix, noise = (
+            g.own.new_zeros(n, n, dtype=torch.float64),
+            g.own.new_zeros(1 + n, dtype=torch.float64),
+        )
         means = {"bias": matrix, "squares": matrix, "counts": matrix, "noise": noise}
         tau, rows = g.own.new_zeros(n), g.own.new_zeros(1 + n, d)
         return {"names": names, "tau": tau, "rows": rows, "present": noise[1:], **means}
 
     def _observed(self, g: Gradients, rows: Tensor, state: State) -> State:
-        """Return the running means after one more step: bias products, their squares, noise, and counts."""
+        """Return the running means after one more step.
+
+        Bias products, their squares, noise, and counts.
+        """
         names = state["names"]
         rows = torch.cat([g.own.unsqueeze(0), by_name(rows, g.names, names)])
         present = by_name(state["noise"].new_ones(len(g.names)), g.names, names)
@@ -131,10 +141,15 @@ class StreamAveraging(Rule):
     def _kappa(self, seen: Mapping[str, Tensor]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Solve for the weights; a peer that was seen too seldom has none."""
         bias, counts = seen["bias"], seen["counts"]
-        error = (seen["squares"] - bias.square()).clamp(min=0) / counts.clamp(min=1, max=2 * self._remembered)
+        error = (seen["squares"] - bias.square()).clamp(min=0) / counts.clamp(
+            min=1, max=2 * self._remembered
+        )
         shrunk = (1 - 4 * error / bias.square().clamp(min=1e-300)).clamp(min=0) * bias
         size = _pooled(bias.diag(), error.diag()).clamp(min=0).sqrt()
-        kept = torch.minimum(shrunk.clamp(min=0), size * size[:, None]).fill_diagonal_(0) + size.square().diag()
+        kept = (
+            torch.minimum(shrunk.clamp(min=0), size * size[:, None]).fill_diagonal_(0)
+            + size.square().diag()
+        )
         known = torch.cat([torch.tensor([True]), counts.diag() >= MIN_STEPS_SEEN]).numpy()
         matrix = torch.nn.functional.pad(kept, (1, 0, 1, 0)) + (seen["noise"] / self.horizon).diag()
         kappa = np.zeros(len(known))
@@ -143,7 +158,10 @@ class StreamAveraging(Rule):
 
 
 _ON_THE_WAY = WeakTensorKeyDictionary()
-"""When copies to the host will have arrived. A state that was saved and read again has none on the way."""
+"""When copies to the host will have arrived.
+
+A state that was saved and read again has none on the way.
+"""
 
 
 def _send(values: Tensor) -> Tensor:

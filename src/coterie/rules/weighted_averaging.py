@@ -18,11 +18,12 @@ class WeightedAveraging(FormulaRule):
     """Average the own gradient with the peers' (Algorithm 2): d_t = (1 − α) g_0 + α Σ τ_k g_k.
 
     Args:
-        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": what costs least by
-            Theorem 1 for the constants that `train` measures before the first step, and for τ = None the τ of
-            least cost with it, by water-filling (see docs/estimates.md).
+        alpha: α, the peers' weight, in [0, 1]; a number or a function of the step; "auto": what
+            costs least by Theorem 1 for the constants that `train` measures before the first step,
+            and for τ = None the τ of least cost with it, by water-filling (see docs/estimates.md).
         tau: τ, the weight of each peer by name, summing to 1; equal weights when None.
-        aggregator: a robust aggregator of the peers' gradients in the place of Σ τ_k g_k; it takes no `tau`.
+        aggregator: a robust aggregator of the peers' gradients in the place of Σ τ_k g_k; it takes
+            no `tau`.
 
     Example:
         >>> import torch
@@ -53,8 +54,12 @@ class WeightedAveraging(FormulaRule):
             WeightedAveraging(alpha=0.75, tau={'a': 1.0}, aggregator=None)
         """
         total = sum(len(peer) for peer in peers)
-        return cls(alpha=total / (total + len(me)), tau={peer.name: len(peer) / total for peer in peers})
+        return cls(
+            alpha=total / (total + len(me)), tau={peer.name: len(peer) / total for peer in peers}
+        )
 
-    def direction(self, own: Tensor, peers: Tensor, state: State, knobs: Knobs) -> tuple[Tensor, State]:
+    def direction(
+        self, own: Tensor, peers: Tensor, state: State, knobs: Knobs
+    ) -> tuple[Tensor, State]:
         """Return (1 − α) g_0 + α g_avg."""
         return combined(own, peers, knobs["alpha"]), {}

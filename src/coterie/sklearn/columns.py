@@ -18,8 +18,8 @@ Column: TypeAlias = str | int
 def table(given: Any, checked: Array, fitted: Mapping[str, bool] | None = None) -> pd.DataFrame:
     """Return X as a table; the columns of an array are called by their positions.
 
-    A column of an array of objects or texts holds numbers where each of its values is one; after `fit`, where it
-    did so then, so that a category or a group called "2" is the same in any rows.
+    A column of an array of objects or texts holds numbers where each of its values is one; after
+    `fit`, where it did so then, so that a category or a group called "2" is the same in any rows.
 
     Args:
         given: X as it was given.
@@ -33,7 +33,9 @@ def table(given: Any, checked: Array, fitted: Mapping[str, bool] | None = None) 
     """
     if isinstance(given, pd.DataFrame):
         check_names(given.columns)
-        return given.set_axis(list(fitted or map(str, given.columns)), axis=1).reset_index(drop=True)
+        return given.set_axis(list(fitted or map(str, given.columns)), axis=1).reset_index(
+            drop=True
+        )
     names = list(fitted or map(str, range(checked.shape[1])))
     if checked.dtype.kind not in "OSU":
         return pd.DataFrame(checked, columns=names)
@@ -47,7 +49,9 @@ def table(given: Any, checked: Array, fitted: Mapping[str, bool] | None = None) 
 def _numbers_if_all_are(values: Array) -> Array:
     try:
         return values.astype(float)
-    except ValueError:  # there is text; of what is neither text nor number nothing can be made: a TypeError
+    except (
+        ValueError
+    ):  # there is text; of what is neither text nor number nothing can be made: a TypeError
         return values.astype(object)
 
 
@@ -62,19 +66,21 @@ def name_of(argument: str, column: Column, given: Any, rows: pd.DataFrame) -> st
     if isinstance(column, str):
         if not isinstance(given, pd.DataFrame):
             raise KnobError(
-                f"`{argument}` is {column!r}, but the columns of X have no names; give a position, or let the step "
-                'before keep names: `set_output(transform="pandas")`'
+                f"`{argument}` is {column!r}, but the columns of X have no names; give a position,"
+                ' or let the step before keep names: `set_output(transform="pandas")`'
             )
         if column not in rows.columns:
             raise DataError(
-                f"`{argument}` is {column!r}, which X does not have; its columns are {few_of(rows.columns)}"
+                f"`{argument}` is {column!r}, which X does not have; its columns are"
+                f" {few_of(rows.columns)}"
             )
         return column
     try:
         return str(rows.columns[column])
     except (IndexError, TypeError):
         raise KnobError(
-            f"`{argument}` must be the name or the position of one of {rows.shape[1]} columns of X, got {column!r}"
+            f"`{argument}` must be the name or the position of one of {rows.shape[1]} columns of X,"
+            f" got {column!r}"
         ) from None
 
 
@@ -92,11 +98,17 @@ def groups_in(values: "pd.Series[Any]") -> list[Any]:
         >>> groups_in(pd.Series(["Bern", None], name="hospital"))
         Traceback (most recent call last):
         ...
-        coterie.errors.DataError: column 'hospital' is empty in 1 of 2 rows, first row 1 (counting from 0); ...
+        coterie.errors.DataError: column 'hospital' is empty in 1 of 2 rows, first row 1 (counting
+        from 0); ...
     """
     if (missing := values.isna().to_numpy()).any():
-        where = f"{missing.sum()} of {len(values)} rows, first row {int(missing.argmax())} (counting from 0)"
-        raise DataError(f"column {values.name!r} is empty in {where}; say of which group each row is")
+        where = (
+            f"{missing.sum()} of {len(values)} rows, first row {int(missing.argmax())} (counting"
+            " from 0)"
+        )
+        raise DataError(
+            f"column {values.name!r} is empty in {where}; say of which group each row is"
+        )
     return list(values.tolist())
 
 
@@ -111,6 +123,8 @@ def named(groups: list[Any]) -> tuple[Array, list[str]]:
     names = [str(group) for group in different]
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"two groups are both written {name!r}, one as text and one as a number; rename one")
+            raise DataError(
+                f"two groups are both written {name!r}, one as text and one as a number; rename one"
+            )
     mixed = len(set(map(type, different))) > 1
     return np.array(different, dtype=object if mixed else None), [str(group) for group in groups]

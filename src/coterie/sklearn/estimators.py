@@ -68,10 +68,14 @@ class GroupEstimator(BaseEstimator):
             refused: nothing; in particular no `groups`, which `predict` would not be given.
         """
         for name in refused:
-            remedy = "; the group is a column of X: say by `group` which" if name == "groups" else ""
+            remedy = (
+                "; the group is a column of X: say by `group` which" if name == "groups" else ""
+            )
             raise TypeError(f"`fit` takes no `{name}`{remedy}")
         rows, y = self._rows(X, y, ensure_min_samples=2, y_numeric=self._kind == "regression")
-        group = unused("group", rows) if self.group is None else name_of("group", self.group, X, rows)
+        group = (
+            unused("group", rows) if self.group is None else name_of("group", self.group, X, rows)
+        )
         self._numeric = {name: pd.api.types.is_numeric_dtype(rows[name]) for name in rows.columns}
         self._group = None if self.group is None else group
         categorical = [name_of("categorical", column, X, rows) for column in self.categorical or ()]
@@ -80,7 +84,10 @@ class GroupEstimator(BaseEstimator):
         else:
             self.groups_, rows[group] = named(groups_in(rows[group]))
         if self.me is not None and self.me not in self.groups_.tolist():
-            raise DataError(f"`me` names no group: those of the rows are {few_of(self.groups_)}, got {self.me!r}")
+            raise DataError(
+                f"`me` names no group: those of the rows are {few_of(self.groups_)}, got"
+                f" {self.me!r}"
+            )
         target = unused("y", rows)
         closed = all(each is None for each in (self.module, self.rule, self.steps, self.lr))
         self.group_models_ = fit_groups(
@@ -106,7 +113,9 @@ class GroupEstimator(BaseEstimator):
     def models_(self) -> dict[Any, nn.Module]:
         """The model of each group that has one of its own."""
         models = self.group_models_.models
-        return {group: models[str(group)] for group in self.groups_.tolist() if str(group) in models}
+        return {
+            group: models[str(group)] for group in self.groups_.tolist() if str(group) in models
+        }
 
     @property
     def pooled_(self) -> nn.Module:
@@ -115,7 +124,10 @@ class GroupEstimator(BaseEstimator):
 
     @property
     def weights_(self) -> pd.DataFrame:
-        """Who listens to whom: in a group's row, each other group's share of the weight that its peers have."""
+        """Who listens to whom.
+
+        In a group's row, each other group's share of the weight that its peers have.
+        """
         whose = {str(group): group for group in self.groups_.tolist()}
         return self.group_models_.weights.rename(index=whose, columns=whose)
 
@@ -133,7 +145,8 @@ class GroupEstimator(BaseEstimator):
         rows, _ = self._rows(X)
         if self._group is None:
             return self.group_models_.outputs(rows, [None] * len(rows))
-        names = {group: str(group) for group in self.groups_.tolist()}  # 1 and 1.0 are the same group
+        # 1 and 1.0 are the same group
+        names = {group: str(group) for group in self.groups_.tolist()}
         groups = groups_in(rows[self._group])
         return self.group_models_.outputs(rows, [names.get(group, str(group)) for group in groups])
 
@@ -149,24 +162,26 @@ class GroupEstimator(BaseEstimator):
 class CoterieClassifier(ClassifierMixin, GroupEstimator):
     """A classifier with a personal model for every group of rows, each trained with the other groups as its peers.
 
-    Rows of a group that `fit` did not see, or that had too few rows or only one class, go to a model of all rows
-    alike. A share of each group's rows is held out to choose its best model. What `coterie train --me all --test 0`
-    makes of the same rows predicts the same.
+    Rows of a group that `fit` did not see, or that had too few rows or only one class, go to a
+    model of all rows alike. A share of each group's rows is held out to choose its best model. What
+    `coterie train --me all --test 0` makes of the same rows predicts the same.
 
     Args:
-        group: the column of X that says of which group a row is, by name or position. None: there are no groups,
-            and one model is trained.
-        module: "linear" (when None), "mlp", or a function of the numbers of inputs and outputs that returns a
-            `torch.nn.Module`.
-        rule: as in `coterie.train`. When None: `Mixture`, the closed form, where `module`, `steps` and `lr` are
-            None too, else `AdaptiveAveraging`.
-        me: the only group that listens to others; the others' models are trained alone. Every group when None.
-        categorical: columns of numbers to treat as categories, by name or position; text always is one.
+        group: the column of X that says of which group a row is, by name or position. None: there
+            are no groups, and one model is trained.
+        module: "linear" (when None), "mlp", or a function of the numbers of inputs and outputs that
+            returns a `torch.nn.Module`.
+        rule: as in `coterie.train`. When None: `Mixture`, the closed form, where `module`, `steps`
+            and `lr` are None too, else `AdaptiveAveraging`.
+        me: the only group that listens to others; the others' models are trained alone. Every group
+            when None.
+        categorical: columns of numbers to treat as categories, by name or position; text always is
+            one.
         steps: as in `coterie.train`; 1,000 when None.
         lr: Adam's step size; 0.01 when None.
         batch_size: rows that each group draws for a gradient.
-        validation: the share of each group's rows held out to choose its best model. When None: 0.2, and none for
-            the closed form, which judges by folds.
+        validation: the share of each group's rows held out to choose its best model. When None:
+            0.2, and none for the closed form, which judges by folds.
         random_state: what splits, initial parameters and batches depend on.
 
     Attributes:
@@ -174,8 +189,8 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
         groups_: the groups, in the order of the rows.
         models_: the model of each group that has one of its own.
         pooled_: the model of all rows alike.
-        weights_: who listens to whom: in a group's row, each other group's share of the weight that its peers have;
-            zeros where the model trained alone is served.
+        weights_: who listens to whom: in a group's row, each other group's share of the weight that
+            its peers have; zeros where the model trained alone is served.
 
     Example:
         >>> import numpy as np
@@ -202,7 +217,9 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) == 1:
-            raise DataError(f"y has one class only ({self.classes_[0]!r}); give rows of two classes or more")
+            raise DataError(
+                f"y has one class only ({self.classes_[0]!r}); give rows of two classes or more"
+            )
         return np.asarray(numbers)
 
 

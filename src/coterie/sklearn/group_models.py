@@ -46,7 +46,10 @@ class GroupModels:
     weights: pd.DataFrame
 
     def outputs(self, rows: pd.DataFrame, groups: Sequence[str | None]) -> Tensor:
-        """Return for each row the outputs of its group's model, in double precision; None is no group."""
+        """Return for each row the outputs of its group's model, in double precision.
+
+        None is no group.
+        """
         inputs, names = self.preparation.inputs(rows), np.asarray(groups, dtype=object)
         outputs = torch.empty(len(rows), self.preparation.n_outputs, dtype=torch.double)
         for name in dict.fromkeys(groups):
@@ -57,7 +60,10 @@ class GroupModels:
         return outputs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return plain data and arrays: pickle and skops get nothing of torch, and load no code of it."""
+        """Return plain data and arrays.
+
+        Pickle and skops get nothing of torch, and load no code of it.
+        """
         return {
             "module": self.module,
             "preparation": self.preparation.to_plain(),
@@ -76,7 +82,9 @@ class GroupModels:
 
     def _model(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> nn.Module:
         made = built(self.module, self.preparation, seed=0)
-        made.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
+        made.load_state_dict(
+            {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        )
         return made
 
 
@@ -120,14 +128,30 @@ def fit_groups(
         seed: what splits, initial parameters and batches depend on.
         settings: passed on to `train_everyone`: steps, lr, batch_size.
     """
-    columns: dict[str, Any] = {"user_column": group, "target": target, "kind": kind, "categorical": categorical}
-    table = users_from_table(rows, **columns, validation=validation, test=0.0, seed=seed, suspect=False)
+    columns: dict[str, Any] = {
+        "user_column": group,
+        "target": target,
+        "kind": kind,
+        "categorical": categorical,
+    }
+    table = users_from_table(
+        rows, **columns, validation=validation, test=0.0, seed=seed, suspect=False
+    )
     start, loss = built(module, table.preparation, seed), loss_of(table.preparation)
     settings |= {"seed": seed, "measure": False, "progress": False}
     if len(table.users) == 1:
-        alone = train(start, loss, table.users[0], (), rule if isinstance(rule, Mixture) else Alone(), **settings)
+        alone = train(
+            start,
+            loss,
+            table.users[0],
+            (),
+            rule if isinstance(rule, Mixture) else Alone(),
+            **settings,
+        )
         runs = Runs({table.users[0].name: alone}, alone)
     else:
         rules = {user.name: rule if me in (None, user.name) else Alone() for user in table.users}
         runs = train_everyone(start, loss, table.users, rules, **settings)
-    return GroupModels(module, table.preparation, runs.models, cast("Run", runs.pooled).model, runs.weights)
+    return GroupModels(
+        module, table.preparation, runs.models, cast("Run", runs.pooled).model, runs.weights
+    )

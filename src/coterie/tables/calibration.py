@@ -1,4 +1,7 @@
-"""A model's scores on rows to calibrate it with, in its folder; see `coterie.evaluation.conformal`."""
+"""A model's scores on rows to calibrate it with, in its folder.
+
+See `coterie.evaluation.conformal`.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +28,9 @@ def save_calibration(folder: Path, model: nn.Module, task: TableTask) -> None:
     held = [part for part in (task.me.validation, task.me.test) if part is not None]
     own = [score for part in held for score in _scores(model, part, task.preparation)]
     peers = {
-        peer.name: _scores(model, peer.examples, task.preparation) for peer in task.peers if not peer.is_stream
+        peer.name: _scores(model, peer.examples, task.preparation)
+        for peer in task.peers
+        if not peer.is_stream
     }
     files.write_json(folder / FILE, asdict(Calibration(own, peers)))
 
@@ -33,7 +38,9 @@ def save_calibration(folder: Path, model: nn.Module, task: TableTask) -> None:
 def load_calibration(folder: Path) -> Calibration:
     """Read the scores of a folder; none are an error."""
     if not (folder / FILE).exists():
-        raise DataError(f"{folder} has no {FILE}, which `coterie train` writes beside the model; train it anew")
+        raise DataError(
+            f"{folder} has no {FILE}, which `coterie train` writes beside the model; train it anew"
+        )
     plain = files.read_json(folder / FILE, "train the model anew")
     try:
         return Calibration(plain["own"], plain["peers"])
@@ -42,7 +49,9 @@ def load_calibration(folder: Path) -> Calibration:
 
 
 def _scores(model: nn.Module, examples: Examples, preparation: Preparation) -> list[float]:
-    rows = torch.from_numpy(np.unique(np.linspace(0, len(examples) - 1, min(len(examples), MOST_ROWS)).astype(int)))
+    rows = torch.from_numpy(
+        np.unique(np.linspace(0, len(examples) - 1, min(len(examples), MOST_ROWS)).astype(int))
+    )
     inputs, targets = examples.take(rows)
     targets = targets["value"] if isinstance(targets, dict) else targets  # beside weights
     with torch.no_grad(), evaluation_mode(model):

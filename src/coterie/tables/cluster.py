@@ -1,7 +1,10 @@
-"""A table whose users are in processes of their own: each reads its own rows, and nothing of them travels.
+"""A table whose users are in processes of their own.
 
-What all must agree on is left as notes: from user 0 the name of the target, how rows become inputs (statistics of
-its training rows) and the model; from each peer its name, its number of rows and, in classification, its classes.
+Each reads its own rows, and nothing of them travels.
+
+What all must agree on is left as notes: from user 0 the name of the target, how rows become inputs
+(statistics of its training rows) and the model; from each peer its name, its number of rows and, in
+classification, its classes.
 """
 
 import os
@@ -42,11 +45,14 @@ def lead(
 
     A peer whose rows cannot be used is left out with a warning.
 
-    In the name of the file `{rank}` becomes 0. The settings are passed on to `coterie.data.from_table`.
+    In the name of the file `{rank}` becomes 0. The settings are passed on to
+    `coterie.data.from_table`.
     """
     path = data.format(rank=0)
     if path == data:
-        check_users(users_in(path, user_column, sep=sep, decimal=decimal), user_column, me, leave_out)
+        check_users(
+            users_in(path, user_column, sep=sep, decimal=decimal), user_column, me, leave_out
+        )
     group.leave_note("table", {"target": target, "kind": kind})
     kinds: dict[str, Any] = {"name": str, "rows": int, "targets": list | None}
     refused: dict[int, str] = {}
@@ -59,10 +65,20 @@ def lead(
         kind = "regression"
     elsewhere = [value for offer in offers.values() for value in offer["targets"] or ()]
     rows = read_rows(path, user_column, me, sep=sep, decimal=decimal)
-    settings |= {"user_column": user_column, "target": target, "me": me, "kind": kind, "elsewhere": elsewhere}
+    settings |= {
+        "user_column": user_column,
+        "target": target,
+        "me": me,
+        "kind": kind,
+        "elsewhere": elsewhere,
+    }
     task = from_table(rows, **settings)
     group.leave_note("agreed", {"preparation": task.preparation.to_plain(), "model": model})
-    peers = {rank: offer for rank, offer in offers.items() if _takes_part(group, f"ready/{rank}", rank, refused)}
+    peers = {
+        rank: offer
+        for rank, offer in offers.items()
+        if _takes_part(group, f"ready/{rank}", rank, refused)
+    }
     if not peers:
         raise DataError("no peer can take part: " + "; ".join(refused.values()))
     group.leave_note("ranks", [0, *peers])
@@ -73,7 +89,10 @@ def lead(
 
 
 def _takes_part(group: Group, key: str, rank: int, refused: dict[int, str]) -> bool:
-    """Say by its note whether a peer takes part; one that does not is added to those left out, or ends the run."""
+    """Say by its note whether a peer takes part.
+
+    One that does not is added to those left out, or ends the run.
+    """
     note = group.read_note(key, f"rank {rank}", refused=str | None, ends=bool)
     if note["refused"]:
         refused[rank] = printable(note["refused"], 1000)
@@ -83,15 +102,23 @@ def _takes_part(group: Group, key: str, rank: int, refused: dict[int, str]) -> b
 
 
 def follow(
-    group: Group, rows: Callable[[], tuple[str, "pd.DataFrame"]], model: str | None, device: str, **settings: Any
+    group: Group,
+    rows: Callable[[], tuple[str, "pd.DataFrame"]],
+    model: str | None,
+    device: str,
+    **settings: Any,
 ) -> int:
-    """Answer user 0's requests with gradients of this peer's rows, until the run ends; return how many.
+    """Answer user 0's requests with gradients of this peer's rows, until the run ends.
 
-    Without a model of its own a peer takes "linear" and "mlp" as user 0 says. A peer whose rows cannot be used is
-    left out with a warning, and gives none. The settings go to `serve`.
+    Return how many.
+
+    Without a model of its own a peer takes "linear" and "mlp" as user 0 says. A peer whose rows
+    cannot be used is left out with a warning, and gives none. The settings go to `serve`.
     """
     if settings.get("privacy") is not None:
-        raise KnobError("a worker with a table tells user 0 its classes, which is not private; use `serve`")
+        raise KnobError(
+            "a worker with a table tells user 0 its classes, which is not private; use `serve`"
+        )
     table = group.read_note("table", "user 0", target=str, kind=str)
     try:
         with _or_refused(group, f"part/{group.rank}") as offer:
@@ -104,7 +131,9 @@ def follow(
             preparation = _preparation(agreed, model)
             check_classes(frame[table["target"]], preparation.kind)
             user = User(name, *preparation.examples(frame, table["target"]))
-            made = models.build(model or agreed["model"], preparation.n_inputs, preparation.n_outputs)
+            made = models.build(
+                model or agreed["model"], preparation.n_inputs, preparation.n_outputs
+            )
     except DataError as error:
         warnings.warn(f"rank {group.rank} is left out: {error}", stacklevel=2)
         return 0
@@ -115,7 +144,10 @@ def follow(
 
 @contextmanager
 def _or_refused(group: Group, key: str) -> Iterator[dict[str, Any]]:
-    """Leave a note of what is put into it, or of why this peer cannot take part; bad rows do not end the run."""
+    """Leave a note of what is put into it, or of why this peer cannot take part.
+
+    Bad rows do not end the run.
+    """
     note: dict[str, Any] = {"refused": None, "ends": False}
     try:
         yield note
@@ -131,12 +163,17 @@ def check_target(rows: "pd.DataFrame", name: str, target: str) -> None:
     if target not in rows.columns:
         raise DataError(f"the rows of {name!r} have no column {target!r}")
     if rows[target].isna().any():
-        raise DataError(f"column {target!r} of {name!r} is NaN or empty in a row; drop the rows without a target")
+        raise DataError(
+            f"column {target!r} of {name!r} is NaN or empty in a row; drop the rows without a"
+            " target"
+        )
 
 
 def _preparation(agreed: Mapping[str, Any], model: str | None) -> Preparation:
     if model is None and ":" in agreed["model"]:
-        raise KnobError(f"user 0 uses the model {agreed['model']!r}, which is code: allow it by `--model` here")
+        raise KnobError(
+            f"user 0 uses the model {agreed['model']!r}, which is code: allow it by `--model` here"
+        )
     try:
         return Preparation.from_plain(agreed["preparation"])
     except CoterieError:
@@ -147,7 +184,11 @@ def _preparation(agreed: Mapping[str, Any], model: str | None) -> Preparation:
 
 def here(device: str) -> str:
     """Return this process's own GPU where torchrun started several on one machine, and `device` elsewhere."""
-    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and "LOCAL_RANK" in os.environ else device
+    return (
+        f"cuda:{os.environ['LOCAL_RANK']}"
+        if device == "cuda" and "LOCAL_RANK" in os.environ
+        else device
+    )
 
 
 def part_of(
@@ -155,20 +196,24 @@ def part_of(
 ) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this peer's are, and the rows.
 
-    With `{rank}` in the name of the file, every rank has a file of its own, of one user. Otherwise the users of the
-    table but `me` are the ranks from 1 on, in the table's order. `form` is `sep` and `decimal` of `read_table`.
+    With `{rank}` in the name of the file, every rank has a file of its own, of one user. Otherwise
+    the users of the table but `me` are the ranks from 1 on, in the table's order. `form` is `sep`
+    and `decimal` of `read_table`.
     """
     path = data.format(rank=group.rank)
     names = [name for name in users_in(path, user_column, **form) if name not in leave_out]
     if path != data:
         if len(names) != 1:
-            raise DataError(f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}")
+            raise DataError(
+                f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}"
+            )
         return names[0], read_rows(path, user_column, names[0], **form)
     peers = [name for name in names if name != me]
     if len(peers) != len(group.others):
         raise KnobError(
-            f"the table has {len(peers)} peers of {me!r} ({', '.join(peers)}), but there are {len(group.others)} "
-            f"processes for them; start {len(peers) + 1} in all, or leave users out"
+            f"the table has {len(peers)} peers of {me!r} ({', '.join(peers)}), but there are"
+            f" {len(group.others)} processes for them; start {len(peers) + 1} in all, or leave"
+            " users out"
         )
     name = peers[group.rank - 1]
     return name, read_rows(path, user_column, name, **form)

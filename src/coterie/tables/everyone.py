@@ -57,14 +57,18 @@ def fit_everyone(
         rule: makes everybody's rule of what is known of its run.
         model: "linear", "mlp", or "module.path:factory".
         out: the folder to write; every user has one in it.
-        user_column: the column with the name of each row's user, by which `predict` finds a row's model.
+        user_column: the column with the name of each row's user, by which `predict` finds a row's
+            model.
         metrics: names of metrics to report.
         seed: what the initial weights and the batches depend on.
         steps: how many everybody takes.
         settings: passed on to `coterie.train_everyone`: lr, batch_size, device, resume, …
     """
     if table.preparation.ids == SERVED_BY:
-        raise DataError(f"`ids` names {SERVED_BY!r}, the column that says whose model made a prediction; rename it")
+        raise DataError(
+            f"`ids` names {SERVED_BY!r}, the column that says whose model made a prediction;"
+            " rename it"
+        )
     with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, table.n_inputs, table.n_outputs)
@@ -73,9 +77,16 @@ def fit_everyone(
         name: rule(RunFacts(own, {other: n for other, n in sizes.items() if other != name}, steps))
         for name, own in sizes.items()
     }
-    settings |= {"seed": seed, "steps": steps, "metrics": metrics_of(table.preparation, metrics), "out": out}
+    settings |= {
+        "seed": seed,
+        "steps": steps,
+        "metrics": metrics_of(table.preparation, metrics),
+        "out": out,
+    }
     with claimed(out):
-        runs = train_everyone(made, models.loss_of(table.preparation), table.users, rules, **settings)
+        runs = train_everyone(
+            made, models.loss_of(table.preparation), table.users, rules, **settings
+        )
         if runs.stopped is Stopped.CTRL_C:
             return None
         left_out = {name: f"left out: {why}" for name, why in table.left_out.items()}
@@ -83,7 +94,9 @@ def fit_everyone(
         try:
             _write(out, runs, table, model, user_column)
         except FileError as error:
-            raise FileError(f"{error}. The models are trained: `--resume` will write them then", runs) from error
+            raise FileError(
+                f"{error}. The models are trained: `--resume` will write them then", runs
+            ) from error
     return runs
 
 
@@ -121,26 +134,33 @@ def whose_folders(folder: Path) -> tuple[str, Mapping[str, str]]:
 def routed(
     folder: Path, rows: "pd.DataFrame", predict: Callable[[Path, "pd.DataFrame"], "pd.DataFrame"]
 ) -> "pd.DataFrame":
-    """Return everybody's predictions in the order of the rows: each row goes to the model of its user.
+    """Return everybody's predictions in the order of the rows.
 
-    Rows of users who have none, and rows without a user, go to the pooled model; a warning says how many. The
-    column `model` says whose model it was.
+    Each row goes to the model of its user.
+
+    Rows of users who have none, and rows without a user, go to the pooled model; a warning says how
+    many. The column `model` says whose model it was.
     """
     import pandas as pd
 
     column, folders = whose_folders(folder)
     if column not in rows.columns:
-        raise DataError(f"the table has no column {column!r}, which says whose model each row goes to; add it")
+        raise DataError(
+            f"the table has no column {column!r}, which says whose model each row goes to; add it"
+        )
     rows = rows.reset_index(drop=True)
     names = rows[column].astype(str).where(rows[column].notna(), "")
-    names = names.where(names.isin(list(folders)), names.str.removesuffix(".0"))  # of numbers beside an empty field
+    # of numbers beside an empty field
+    names = names.where(names.isin(list(folders)), names.str.removesuffix(".0"))
     places = names.map(folders).fillna(POOLED)
     if (pooled := names[places == POOLED]).size:
         warnings.warn(_pooled(pooled, column), stacklevel=3)
     parts = []
     for place, own in rows.groupby(places, sort=False):
         predictions = predict(folder / str(place), own.reset_index(drop=True)).set_axis(own.index)
-        whose = (ALL_USERS if POOLED in folders else POOLED) if place == POOLED else names[own.index]
+        whose = (
+            (ALL_USERS if POOLED in folders else POOLED) if place == POOLED else names[own.index]
+        )
         parts.append(predictions.assign(**{SERVED_BY: whose}))
     return pd.concat(parts).sort_index()
 
@@ -148,7 +168,11 @@ def routed(
 def _pooled(names: "pd.Series[str]", column: str) -> str:
     """Say which rows go to the pooled model, by the names of their users."""
     strangers = names[names.str.strip() != ""]
-    known = [f"{len(strangers)} of users without a model ({few_of(strangers.unique())})"] if len(strangers) else []
+    known = (
+        [f"{len(strangers)} of users without a model ({few_of(strangers.unique())})"]
+        if len(strangers)
+        else []
+    )
     empty = len(names) - len(strangers)
     known += [f"{empty} whose {column!r} is empty"] if empty else []
     return f"{len(names)} of the rows go to the pooled model: {', '.join(known)}"

@@ -39,7 +39,10 @@ FOLDER = "splits"
 
 @dataclass(frozen=True)
 class Split:
-    """What came of one split: every measure of the model served beside that of the model trained alone."""
+    """What came of one split.
+
+    Every measure of the model served beside that of the model trained alone.
+    """
 
     served: str  # "alone", or "with peers"
     measures: Mapping[str, Difference]
@@ -53,11 +56,17 @@ class Split:
             return cls("with peers", end.comparison.measures, end.seconds)
         if not serves_alone(end) and not asks_nobody(run.record.configuration):
             remedy = "leave out `--no-guard`, or `--repeats`"
-            raise KnobError(f"`--repeats` compares with a model trained alone, but there is none beside; {remedy}")
+            raise KnobError(
+                "`--repeats` compares with a model trained alone, but there is none beside;"
+                f" {remedy}"
+            )
         metrics = [name for name in end.test if name != "loss"]
         measures = {
             name: Difference(
-                ours=end.test[name], alone=end.test[name], error=0.0, less_is_better=less_is_better(name)
+                ours=end.test[name],
+                alone=end.test[name],
+                error=0.0,
+                less_is_better=less_is_better(name),
             )
             for name in (*metrics, "loss")
         }
@@ -65,23 +74,35 @@ class Split:
 
 
 def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
-    """Let the mean over splits make the verdict of the first split's run; return the splits as part of a page."""
+    """Let the mean over splits make the verdict of the first split's run.
+
+    Return the splits as part of a page.
+    """
     record, me = run.record, run.record.configuration.me
     comparison = over_splits(splits, me.test, int(me.examples) + me.validation)
     end = replace(record.end, comparison=comparison, seconds=sum(split.seconds for split in splits))
     record.finish(replace(end, verdict=verdict(record.configuration, end).sentence))
     rows = [
-        {"split": str(k), "served": split.served, **{name: difference(one) for name, one in split.measures.items()}}
+        {
+            "split": str(k),
+            "served": split.served,
+            **{name: difference(one) for name, one in split.measures.items()},
+        }
         for k, split in enumerate(splits, 1)
     ]
     rows.append(
-        {"split": "mean", "served": "", **{name: difference(one) for name, one in comparison.measures.items()}}
+        {
+            "split": "mean",
+            "served": "",
+            **{name: difference(one) for name, one in comparison.measures.items()},
+        }
     )
     text = [
-        "The model served is that of the first split, and the numbers of its test rows are those of this split "
-        "alone; the verdict and the time are of all splits. In each the rows are split anew, with other initial "
-        "weights and batches, and all is chosen again. The error of a single split is over its test rows; that of "
-        "the mean allows for the overlap of the splits."
+        "The model served is that of the first split, and the numbers of its test rows are those of"
+        " this split alone; the verdict and the time are of all splits. In each the rows are split"
+        " anew, with other initial weights and batches, and all is chosen again. The error of a"
+        " single split is over its test rows; that of the mean allows for the overlap of the"
+        " splits."
     ]
     return Section("The splits, against training alone", text, [rows], folded=True)
 
@@ -89,9 +110,9 @@ def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
 def over_splits(splits: Sequence[Split], test: int, rest: int) -> Comparison:
     """Return the mean over splits, with a standard error that allows for their overlap.
 
-    The same rows are in many splits, so that the mean over J splits varies more than their spread s shows. Its
-    standard error is s √(1/J + n_test / n_rest) (Nadeau and Bengio 2003), which is exact where a difference depends
-    on the test rows alone.
+    The same rows are in many splits, so that the mean over J splits varies more than their spread s
+    shows. Its standard error is s √(1/J + n_test / n_rest) (Nadeau and Bengio 2003), which is exact
+    where a difference depends on the test rows alone.
 
     Args:
         splits: two or more.
@@ -110,8 +131,12 @@ def over_splits(splits: Sequence[Split], test: int, rest: int) -> Comparison:
         each = [split.measures[name] for split in splits]
         spread = float(np.std([one.difference for one in each], ddof=1))
         error = spread * math.sqrt(1 / len(splits) + test / rest)
-        ours, alone = (float(np.mean([getattr(one, side) for one in each])) for side in ("ours", "alone"))
-        measures[name] = Difference(ours=ours, alone=alone, error=error, less_is_better=first.less_is_better)
+        ours, alone = (
+            float(np.mean([getattr(one, side) for one in each])) for side in ("ours", "alone")
+        )
+        measures[name] = Difference(
+            ours=ours, alone=alone, error=error, less_is_better=first.less_is_better
+        )
     on = f"{len(splits)} random splits with {test} test rows each"
     return Comparison(on=on, examples=len(splits), measures=measures, splits=len(splits))
 
@@ -150,17 +175,18 @@ def fit(
 ) -> Run | None:
     """Train by a rule, and write model, preparation, record and a page; None after Ctrl-C.
 
-    A model trained alone is kept beside it (the guard), so that the run can be compared with it on the test rows.
+    A model trained alone is kept beside it (the guard), so that the run can be compared with it on
+    the test rows.
 
     Args:
         task: the users, from `coterie.data.from_table`.
         rule: how gradients become a direction.
         model: "linear", "mlp", or "module.path:factory".
         out: the folder to write.
-        again: make the same users with user 0's rows split in another way, and the rule for them. The verdict is
-            then on the mean of all splits; what is served is the model of the first.
-        metrics: names in `METRICS`; the verdict is made by the first, and by the loss. Accuracy, or the root mean
-            squared error, comes last, and first where nothing is named.
+        again: make the same users with user 0's rows split in another way, and the rule for them.
+            The verdict is then on the mean of all splits; what is served is the model of the first.
+        metrics: names in `METRICS`; the verdict is made by the first, and by the loss. Accuracy, or
+            the root mean squared error, comes last, and first where nothing is named.
         seed: what the initial weights and the batches depend on; in the k-th other split, seed + k.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, engine, …
     """
@@ -184,12 +210,18 @@ def fit(
             more += [judge_over_splits(run, splits)] if splits else []
             write_report(out, run, task.preparation, task.target, task.test_rows, more=more)
         except FileError as error:
-            raise FileError(f"{error}. The model is trained: `--resume` will write it then", run) from error
+            raise FileError(
+                f"{error}. The model is trained: `--resume` will write it then", run
+            ) from error
     return run
 
 
 def _others(
-    again: Sequence[Callable[[], tuple[TableTask, Followed]]], out: Path, *, seed: int, **settings: Any
+    again: Sequence[Callable[[], tuple[TableTask, Followed]]],
+    out: Path,
+    *,
+    seed: int,
+    **settings: Any,
 ) -> Iterator[Run]:
     """Yield the runs of the other splits, each in a folder of its own."""
     settings |= {"trackers": (), "measure": False}
@@ -198,14 +230,23 @@ def _others(
 
 
 def _train(
-    task: TableTask, rule: Followed, out: Path, *, model: str, metrics: Sequence[str], seed: int, **settings: Any
+    task: TableTask,
+    rule: Followed,
+    out: Path,
+    *,
+    model: str,
+    metrics: Sequence[str],
+    seed: int,
+    **settings: Any,
 ) -> Run:
     reported = metrics_of(task.preparation, metrics)
     with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, task.n_inputs, task.n_outputs)
     loss = models.loss_of(task.preparation)
-    return train(made, loss, task.me, task.peers, rule, out=out, seed=seed, metrics=reported, **settings)
+    return train(
+        made, loss, task.me, task.peers, rule, out=out, seed=seed, metrics=reported, **settings
+    )
 
 
 def measured(
@@ -221,5 +262,7 @@ def measured(
     task = from_table(data, user_column=user_column, target=target, me=me, **table)
     torch.manual_seed(0)
     made = models.build(model, task.n_inputs, task.n_outputs)
-    spec = RunSpec(made, models.loss_of(task.preparation), task.me, task.peers, steps=steps).prepared()
+    spec = RunSpec(
+        made, models.loss_of(task.preparation), task.me, task.peers, steps=steps
+    ).prepared()
     return before_training(spec.in_process(), spec)

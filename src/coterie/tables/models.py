@@ -32,7 +32,9 @@ def linear(n_inputs: int, n_outputs: int) -> nn.Module:
 
 def mlp(n_inputs: int, n_outputs: int, hidden: int = 64) -> nn.Module:
     """Return a network with one hidden layer."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(n_inputs, hidden), nn.ReLU(), nn.Linear(hidden, n_outputs)
+    )
 
 
 BUILT_IN: dict[str, Factory] = {"linear": linear, "mlp": mlp}
@@ -40,19 +42,26 @@ BUILT_IN: dict[str, Factory] = {"linear": linear, "mlp": mlp}
 
 
 def build(model: str | Factory, n_inputs: int, n_outputs: int) -> nn.Module:
-    """Return a model by name: "linear", "mlp", or "module.path:factory" for a function of one's own.
+    """Return a model by name.
 
-    The function is called with the numbers of inputs and outputs, and found as Python finds modules, the
-    current folder included. In Python the function itself may be given.
+    "linear", "mlp", or "module.path:factory" for a function of one's own.
+
+    The function is called with the numbers of inputs and outputs, and found as Python finds
+    modules, the current folder included. In Python the function itself may be given.
     """
     make = _found(model) if isinstance(model, str) else model
     if not callable(make) or isinstance(make, nn.Module):
-        raise ModelError(f"a model is made by a function of the numbers of inputs and outputs, got {shown(model)}")
+        raise ModelError(
+            "a model is made by a function of the numbers of inputs and outputs, got"
+            f" {shown(model)}"
+        )
     try:
         made = make(n_inputs, n_outputs)
     except Exception as error:
         call = f"{shown(model)}({n_inputs}, {n_outputs})"
-        raise ModelError(f"{call}, which makes the model, raised {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"{call}, which makes the model, raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, nn.Module):
         raise ModelError(f"{model} must return a torch.nn.Module, got {type(made).__name__}")
     return made
@@ -69,7 +78,9 @@ def _found(name: str) -> Factory:
     try:
         return cast("Factory", getattr(importlib.import_module(module), factory))
     except (ImportError, AttributeError) as error:
-        raise ModelError(f"the model {name!r} cannot be found: {error}; name it as module.path:factory") from error
+        raise ModelError(
+            f"the model {name!r} cannot be found: {error}; name it as module.path:factory"
+        ) from error
 
 
 def loss_of(preparation: Preparation) -> Loss:
@@ -123,10 +134,12 @@ class About:
 
 
 def save_model(folder: Path, model: nn.Module, name: str, n_inputs: int, n_outputs: int) -> None:
-    """Write a model's parameters, and then what it is; a folder without the latter holds no finished model.
+    """Write a model's parameters, and then what it is.
 
-    A part of `MixedPredictions` that is neither this model nor linear has an attribute `saved_as`: the name of the
-    built-in model that it is.
+    A folder without the latter holds no finished model.
+
+    A part of `MixedPredictions` that is neither this model nor linear has an attribute `saved_as`:
+    the name of the built-in model that it is.
     """
     buffer = io.BytesIO()
     torch.save({key: value.clone().cpu() for key, value in model.state_dict().items()}, buffer)
@@ -134,7 +147,10 @@ def save_model(folder: Path, model: nn.Module, name: str, n_inputs: int, n_outpu
         files.write(folder / PARAMETERS, body)
         about = About(name, n_inputs, n_outputs, files.sha256(body))
     if isinstance(model, MixedPredictions):
-        mixes = tuple(getattr(part, "saved_as", "linear" if _is_linear(part) else name) for part in model.parts)
+        mixes = tuple(
+            getattr(part, "saved_as", "linear" if _is_linear(part) else name)
+            for part in model.parts
+        )
         about = replace(about, mixes=mixes, family=model.family, predictors=len(model.weights))
     files.write_json(folder / ABOUT, asdict(about))
 
@@ -147,21 +163,22 @@ def _is_linear(part: nn.Module) -> bool:
 def load_model(folder: Path, model: str | None = None) -> nn.Module:
     """Return the model of a folder; damage is a `FileError`.
 
-    A folder may come from anybody, so the code of a model of one's own is named here, as `module.path:factory`,
-    and never taken from the folder.
+    A folder may come from anybody, so the code of a model of one's own is named here, as
+    `module.path:factory`, and never taken from the folder.
     """
     about = _about(folder)
     own_code = [each for each in about.mixes or [about.model] if each not in BUILT_IN]
     if model is None and own_code:
         raise ModelError(
-            f"the model in {folder} is {own_code[0]!r}, which would run code; if you trust it, name it: "
-            "`--model module.path:factory`, or `model=` in Python"
+            f"the model in {folder} is {own_code[0]!r}, which would run code; if you trust it, name"
+            " it: `--model module.path:factory`, or `model=` in Python"
         )
     name = model or about.model
     data = files.read(folder / PARAMETERS, REMEDY, most=MOST if name in BUILT_IN else files.MOST)
     if files.sha256(data) != about.parameters:
         raise FileError(
-            f"{folder / PARAMETERS} is damaged (truncated or altered), or not what {ABOUT} describes; {REMEDY}"
+            f"{folder / PARAMETERS} is damaged (truncated or altered), or not what {ABOUT}"
+            f" describes; {REMEDY}"
         )
     try:
         if name in BUILT_IN and 2 * (numbers := _n_numbers(about, name)) > len(data):
@@ -172,7 +189,9 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
         raise
     except Exception as error:  # a folder may come from anybody, so anything may be wrong with it
         remedy = f"name the model that it was trained with, not {model!r}" if model else REMEDY
-        raise ModelError(f"{folder / PARAMETERS} does not fit the model {name!r}: {error}; {remedy}") from error
+        raise ModelError(
+            f"{folder / PARAMETERS} does not fit the model {name!r}: {error}; {remedy}"
+        ) from error
     return made
 
 
@@ -186,7 +205,9 @@ def _n_numbers(about: About, name: str) -> int:
 def check_finished(folder: Path) -> None:
     """Refuse a folder without a finished model."""
     if not (folder / ABOUT).exists():
-        raise FileError(f"{folder} holds no finished model: there is no {folder / ABOUT}; run `coterie train`")
+        raise FileError(
+            f"{folder} holds no finished model: there is no {folder / ABOUT}; run `coterie train`"
+        )
 
 
 def _about(folder: Path) -> About:
@@ -195,10 +216,17 @@ def _about(folder: Path) -> About:
     plain = files.read_json(path, REMEDY, ("model", "n_inputs", "n_outputs", "parameters"))
     try:
         return About(
-            *(str(plain["model"]), int(plain["n_inputs"]), int(plain["n_outputs"]), str(plain["parameters"])),
+            *(
+                str(plain["model"]),
+                int(plain["n_inputs"]),
+                int(plain["n_outputs"]),
+                str(plain["parameters"]),
+            ),
             tuple(str(each) for each in plain.get("mixes", ())),
             str(plain.get("family", "")),
             int(plain.get("predictors", 0)),
         )
     except (TypeError, ValueError) as error:
-        raise FileError(f"{path} must have whole numbers of inputs and outputs ({error}); {REMEDY}") from error
+        raise FileError(
+            f"{path} must have whole numbers of inputs and outputs ({error}); {REMEDY}"
+        ) from error

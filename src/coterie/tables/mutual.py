@@ -1,7 +1,7 @@
 """A table whose users are in processes of their own, each of which trains: each reads its own rows.
 
-What all must agree on are notes: the different targets, and sums and counts of everybody's training rows, by which
-all prepare their rows alike, as `coterie.data.users_from_table` does in one process.
+What all must agree on are notes: the different targets, and sums and counts of everybody's training
+rows, by which all prepare their rows alike, as `coterie.data.users_from_table` does in one process.
 """
 
 import functools
@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from coterie.data import TableTask
-from coterie.data.checking import CheckedTable, checked_table, distinct_targets, roles_in, warn_of_suspicious
+from coterie.data.checking import (
+    CheckedTable,
+    checked_table,
+    distinct_targets,
+    roles_in,
+    warn_of_suspicious,
+)
 from coterie.data.columns import with_numbers
 from coterie.data.preparation import Kind, Preparation, classes_of
 from coterie.data.reading import read_rows, users_in
@@ -44,11 +50,16 @@ def meet(
 ) -> tuple[TableTask, dict[str, int], str]:
     """Read this process's rows, agree with the others, and return its task, their sizes, and its folder's name.
 
-    The size of another user is its number of training rows. In the name of the file `{rank}` becomes this process's
-    rank. The other settings are those of `coterie.data.users_from_table`.
+    The size of another user is its number of training rows. In the name of the file `{rank}`
+    becomes this process's rank. The other settings are those of `coterie.data.users_from_table`.
     """
-    shares, columns = (SHARE("validation", validation), SHARE("test", test)), columns | {"target": target}
-    name, rows = rows_of(meeting.place, data, columns["user_column"], leave_out, sep=sep, decimal=decimal)
+    shares, columns = (
+        (SHARE("validation", validation), SHARE("test", test)),
+        columns | {"target": target},
+    )
+    name, rows = rows_of(
+        meeting.place, data, columns["user_column"], leave_out, sep=sep, decimal=decimal
+    )
     check_target(rows, name, target)
     rows = with_numbers(rows, [*roles_in(rows, **columns).features, target])
     mine = {"name": name, "targets": distinct_targets(rows[target], kind)}
@@ -67,7 +78,14 @@ def meet(
     warn_of_suspicious(table.rows[name], parts[0], target, preparation)
     names = {rank: note["name"] for rank, note in others.items()}
     sizes = preparation.n_inputs, preparation.n_outputs
-    task = TableTask(user_of(name, parts, target, preparation), (), *sizes, preparation, target, test_rows=parts[2])
+    task = TableTask(
+        user_of(name, parts, target, preparation),
+        (),
+        *sizes,
+        preparation,
+        target,
+        test_rows=parts[2],
+    )
     in_order = [whose for _, whose in sorted((names | {meeting.place.rank: name}).items())]
     return task, {names[rank]: n for rank, n in examples.items()}, folder_names(in_order)[name]
 
@@ -77,12 +95,18 @@ def _prepared(
 ) -> tuple[Preparation, dict[int, int]]:
     """Return how all prepare their rows, by everybody's statistics, and how many training rows each other has."""
     roles = table.roles
-    own = Statistics.of(training[list(roles.features)], training[roles.target], table.kind, roles.categorical)
+    own = Statistics.of(
+        training[list(roles.features)], training[roles.target], table.kind, roles.categorical
+    )
     mine = {"examples": len(training), "statistics": own.to_plain()}
     others = meeting.exchange("statistics", mine, examples=int, statistics=dict)
-    everybodys = [note["statistics"] for _, note in sorted((others | {meeting.place.rank: mine}).items())]
+    everybodys = [
+        note["statistics"] for _, note in sorted((others | {meeting.place.rank: mine}).items())
+    ]
     classes = classes_of(table.targets) if table.kind == "classification" else ()
-    preparation = replace(_added_up(everybodys).preparation(classes), ids=roles.ids, weights=roles.weights)
+    preparation = replace(
+        _added_up(everybodys).preparation(classes), ids=roles.ids, weights=roles.weights
+    )
     return preparation, {rank: note["examples"] for rank, note in others.items()}
 
 
@@ -91,19 +115,22 @@ def rows_of(
 ) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this process's are, and the rows.
 
-    With `{rank}` in the name of the file every rank has a file of its own, of one user. Otherwise the ranks are the
-    users of the table, in its order. `form` is `sep` and `decimal` of `read_table`.
+    With `{rank}` in the name of the file every rank has a file of its own, of one user. Otherwise
+    the ranks are the users of the table, in its order. `form` is `sep` and `decimal` of
+    `read_table`.
     """
     path = data.format(rank=place.rank)
     names = [name for name in users_in(path, user_column, **form) if name not in leave_out]
     if path != data:
         if len(names) != 1:
-            raise DataError(f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}")
+            raise DataError(
+                f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}"
+            )
         return names[0], read_rows(path, user_column, names[0], **form)
     if len(names) != place.size:
         raise KnobError(
-            f"the table has {len(names)} users ({', '.join(names)}), but there are {place.size} processes; start "
-            "one for each, or leave users out"
+            f"the table has {len(names)} users ({', '.join(names)}), but there are {place.size}"
+            " processes; start one for each, or leave users out"
         )
     return names[place.rank], read_rows(path, user_column, names[place.rank], **form)
 

@@ -19,19 +19,23 @@ if TYPE_CHECKING:
 
 
 def predict(
-    folder: Path | str, rows: "pd.DataFrame", model: str | None = None, coverage: float | None = None
+    folder: Path | str,
+    rows: "pd.DataFrame",
+    model: str | None = None,
+    coverage: float | None = None,
 ) -> "pd.DataFrame":
     """Return the predictions of a folder's model for the rows of a table, in order, after their ids.
 
-    With a `coverage` such as 0.9 they have the columns `lower` and `upper`, or in classification `set`, the classes
-    joined by " | ": what holds the truth in that share of the rows; see `coterie.evaluation.conformal`.
+    With a `coverage` such as 0.9 they have the columns `lower` and `upper`, or in classification
+    `set`, the classes joined by " | ": what holds the truth in that share of the rows; see
+    `coterie.evaluation.conformal`.
 
-    A run that was told of a column of ids (`ids`) carries it along where the rows have it. Values that the training
-    rows did not have are told by warnings.
+    A run that was told of a column of ids (`ids`) carries it along where the rows have it. Values
+    that the training rows did not have are told by warnings.
 
-    In a folder of `coterie train --me all` each row goes to the model of its user, or to the pooled one.
-    A folder may come from anybody, so the code of a model of one's own is named here, as `module.path:factory`,
-    and never taken from the folder.
+    In a folder of `coterie train --me all` each row goes to the model of its user, or to the pooled
+    one. A folder may come from anybody, so the code of a model of one's own is named here, as
+    `module.path:factory`, and never taken from the folder.
     """
     folder = Path(folder)
     if not len(rows):
@@ -42,7 +46,10 @@ def predict(
     for told in preparation.unfamiliar(rows):
         warnings.warn(told, stacklevel=2)
     if preparation.ids not in (None, *rows.columns):
-        warnings.warn(f"the table has no column {preparation.ids!r}, so predictions carry no ids", stacklevel=2)
+        warnings.warn(
+            f"the table has no column {preparation.ids!r}, so predictions carry no ids",
+            stacklevel=2,
+        )
     return predictions
 
 
@@ -69,21 +76,29 @@ def harmless(table: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def columns_of_names(folder: Path) -> list[str]:
-    """Return the columns that name users and rows for a folder's model: they must be read as they are written."""
+    """Return the columns that name users and rows for a folder's model.
+
+    They must be read as they are written.
+    """
     users = [whose_folders(folder)[0]] if is_everyone(folder) else []
     ids = _preparation(folder).ids
     return users if ids is None else [*users, ids]
 
 
 def _preparation(folder: Path) -> Preparation:
-    """Return how rows become inputs: where a folder has many models, all have the same preparation."""
+    """Return how rows become inputs.
+
+    Where a folder has many models, all have the same preparation.
+    """
     if is_everyone(folder):
         folder = folder / next(iter(whose_folders(folder)[1].values()))
     check_finished(folder)
     return Preparation.load(folder)
 
 
-def _applied(folder: Path, rows: "pd.DataFrame", model: str | None, coverage: float | None) -> "pd.DataFrame":
+def _applied(
+    folder: Path, rows: "pd.DataFrame", model: str | None, coverage: float | None
+) -> "pd.DataFrame":
     """Return the predictions of one model for these rows, after their ids."""
     made, preparation = load_model(folder, model), Preparation.load(folder)
     with torch.no_grad(), evaluation_mode(made):
@@ -103,5 +118,7 @@ def _with_sets(predictions: "pd.DataFrame", preparation: Preparation, score: flo
         return
     names = [str(each) for each in preparation.classes]
     inside = 1 - predictions[[f"probability_{name}" for name in names]].to_numpy() <= score
-    sets = [" | ".join(name for name, there in zip(names, row, strict=True) if there) for row in inside]
+    sets = [
+        " | ".join(name for name, there in zip(names, row, strict=True) if there) for row in inside
+    ]
     predictions.insert(1, "set", sets)

@@ -1,4 +1,7 @@
-"""The page of a table's run: that of any run, and how good the predictions for the test rows are."""
+"""The page of a table's run.
+
+That of any run, and how good the predictions for the test rows are.
+"""
 
 import inspect
 import math
@@ -71,12 +74,19 @@ class Share:
         if not rows:
             return cls(math.nan, math.nan, math.nan)
         z, p = float(special.ndtri(0.975)), right / rows
-        centre, reach = p + z**2 / (2 * rows), z * math.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2))
+        centre, reach = (
+            p + z**2 / (2 * rows),
+            z * math.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2)),
+        )
         whole = 1 + z**2 / rows
         return cls(p, (centre - reach) / whole, (centre + reach) / whole)
 
     def __str__(self) -> str:
-        return "–" if math.isnan(self.value) else f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return (
+            "–"
+            if math.isnan(self.value)
+            else f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,10 @@ class OfClass:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a column does for the predictions: by how much the loss rises where its values are exchanged."""
+    """What a column does for the predictions.
+
+    By how much the loss rises where its values are exchanged.
+    """
 
     column: str
     rise: float
@@ -107,11 +120,14 @@ class Quality:
     rows: int
     served: Mapping[str, float]  # every measure of the model served
     comparison: Comparison | None  # the same beside the model trained alone, where that is another
-    calibration: Sequence[Bin]  # of the last class where there are two, of the predicted one, or of numbers
+    # of the last class where there are two, of the predicted one, or of numbers
+    calibration: Sequence[Bin]
     effects: Sequence[Effect]  # the largest first
     by_class: Sequence[OfClass] = ()
-    confusion: Sequence[Sequence[float]] = ()  # rows of each class (down) told to be of each (across)
-    roc: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)  # with two classes
+    # rows of each class (down) told to be of each (across)
+    confusion: Sequence[Sequence[float]] = ()
+    # with two classes
+    roc: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -119,7 +135,11 @@ class Quality:
 
 
 def quality(
-    model: nn.Module, alone: nn.Module | None, preparation: Preparation, target: str, rows: "pd.DataFrame"
+    model: nn.Module,
+    alone: nn.Module | None,
+    preparation: Preparation,
+    target: str,
+    rows: "pd.DataFrame",
 ) -> Quality:
     """Return how good a model is on test rows, beside one trained alone where that is not the same.
 
@@ -138,9 +158,12 @@ def quality(
     outputs = _outputs(model, examples)
     if preparation.kind == "regression":
         told, true = (
-            preparation.centre + preparation.scale * each.double().numpy()[:, 0] for each in (outputs, values)
+            preparation.centre + preparation.scale * each.double().numpy()[:, 0]
+            for each in (outputs, values)
         )
-        return Quality(len(rows), served, comparison, _calibration_of_numbers(told, true, weights), effects)
+        return Quality(
+            len(rows), served, comparison, _calibration_of_numbers(told, true, weights), effects
+        )
     probabilities, truth = probabilities_of(outputs), values.numpy()
     matrix = confusion(probabilities.argmax(1), truth, len(preparation.classes), weights)
     others = {"served": probabilities} | (
@@ -154,7 +177,11 @@ def quality(
         effects,
         _quality_by_class(preparation.classes, probabilities, truth, matrix, weights),
         matrix.tolist(),
-        {name: _roc(each, truth, weights) for name, each in others.items()} if probabilities.shape[1] == 2 else {},
+        (
+            {name: _roc(each, truth, weights) for name, each in others.items()}
+            if probabilities.shape[1] == 2
+            else {}
+        ),
     )
 
 
@@ -163,13 +190,19 @@ def permutation_effects(
 ) -> list[Effect]:
     """Return by how much the loss rises where a column's values are exchanged among rows, the largest first.
 
-    Each row gets the values of the rows that follow it by 0, 1, 2, … places: of all rows where these are few, which
-    is the mean over all permutations, else of some.
+    Each row gets the values of the rows that follow it by 0, 1, 2, … places: of all rows where
+    these are few, which is the mean over all permutations, else of some.
     """
     n, loss = len(rows), models.loss_of(preparation)
     count = min(n, max(5, PERMUTED_ROWS // n))
-    shifts = np.arange(n) if count == n else np.random.default_rng(0).choice(n, count, replace=False)
-    weights = np.ones(n) if preparation.weights is None else rows[preparation.weights].to_numpy(dtype=float)
+    shifts = (
+        np.arange(n) if count == n else np.random.default_rng(0).choice(n, count, replace=False)
+    )
+    weights = (
+        np.ones(n)
+        if preparation.weights is None
+        else rows[preparation.weights].to_numpy(dtype=float)
+    )
     order = torch.from_numpy(np.concatenate([(np.arange(n) + shift) % n for shift in shifts]))
     inputs, targets = preparation.examples(rows, target)
 
@@ -181,7 +214,9 @@ def permutation_effects(
     repeated = mapped(lambda values: torch.cat([values] * count), targets)
     for column in (*preparation.numeric, *preparation.categorical):
         exchanged = torch.tensor([source == column for source in preparation.columns_of_inputs])
-        rise = losses(torch.where(exchanged, others, own), repeated).reshape(count, n).mean(0) - before
+        rise = (
+            losses(torch.where(exchanged, others, own), repeated).reshape(count, n).mean(0) - before
+        )
         mean = float(np.average(rise, weights=weights))
         error = math.sqrt(float((weights**2 * (rise - mean) ** 2).sum())) / float(weights.sum())
         effects.append(Effect(column, mean, error))
@@ -200,7 +235,10 @@ def _bins(rows: int) -> int:
 
 
 def _probability_and_outcome(probabilities: Numbers, truth: Any) -> tuple[Numbers, Any]:
-    """Return the probability of the last of two classes and whether it came true; of more, of the predicted one."""
+    """Return the probability of the last of two classes and whether it came true.
+
+    Of more, of the predicted one.
+    """
     if probabilities.shape[1] == 2:
         return probabilities[:, 1], truth == 1
     return probabilities.max(1), probabilities.argmax(1) == truth
@@ -221,13 +259,16 @@ def _quality_by_class(
     names: Sequence[Any], probabilities: Numbers, truth: Any, matrix: Numbers, weights: Any
 ) -> list[OfClass]:
     w = np.ones(len(truth)) if weights is None else weights
-    worth = float(w.sum() / (w**2).sum())  # of one row, so that weights do not make more rows than there are
+    # of one row, so that weights do not make more rows than there are
+    worth = float(w.sum() / (w**2).sum())
     by_class = []
     for k, name in enumerate(names):
         hits, of_it, told = matrix[k, k], matrix[k].sum(), matrix[:, k].sum()
         others = matrix.sum() - of_it
         pairs = (hits, of_it), (others - told + hits, others), (hits, told)
-        sensitivity, specificity, precision = (Share.of(some * worth, of * worth) for some, of in pairs)
+        sensitivity, specificity, precision = (
+            Share.of(some * worth, of * worth) for some, of in pairs
+        )
         area = area_under_roc(probabilities[:, k], truth == k, weights)
         rows = int((truth == k).sum())
         by_class.append(OfClass(str(name), rows, sensitivity, specificity, precision, area))
@@ -255,7 +296,9 @@ class TableMetric:
         weighted = isinstance(targets, Mapping)
         values = targets["value"] if weighted else targets
         if values.is_floating_point():
-            outputs, values = (self.centre + self.scale * each.double() for each in (outputs, values))
+            outputs, values = (
+                self.centre + self.scale * each.double() for each in (outputs, values)
+            )
         if weighted and "weights" in inspect.signature(metric).parameters:
             return metric(outputs, values, weights=targets["weight"])  # type: ignore[call-arg]  # as it says itself
         return metric(outputs, values)
@@ -267,22 +310,30 @@ class TableMetric:
 
 
 def _fits(metric: Metric, preparation: Preparation) -> bool:
-    """Say whether a metric is for such targets; a model of a table has an output for each class, not one logit."""
+    """Say whether a metric is for such targets.
+
+    A model of a table has an output for each class, not one logit.
+    """
     return kind_of(metric) in (None, preparation.kind) and metric is not binary_accuracy
 
 
 def metrics_of(preparation: Preparation, names: Sequence[str] = ()) -> dict[str, Metric]:
     """Return the named metrics and last the usual one, accuracy or the root mean squared error.
 
-    A metric of classes where the target is a number is refused, and one of numbers where it is a class.
+    A metric of classes where the target is a number is refused, and one of numbers where it is a
+    class.
     """
     usual = "accuracy" if preparation.kind == "classification" else "rmse"
     for name in names:
         if not _fits(METRICS[name], preparation):
             fitting = [one for one in METRICS if _fits(METRICS[one], preparation)]
-            raise KnobError(f"`{name}` is no metric for {preparation.kind}; choose among {', '.join(fitting)}")
+            raise KnobError(
+                f"`{name}` is no metric for {preparation.kind}; choose among {', '.join(fitting)}"
+            )
     units = (
-        {} if preparation.kind == "classification" else {"centre": preparation.centre, "scale": preparation.scale}
+        {}
+        if preparation.kind == "classification"
+        else {"centre": preparation.centre, "scale": preparation.scale}
     )
     return {name: TableMetric(name, **units) for name in dict.fromkeys((*names, usual))}
 
@@ -302,27 +353,40 @@ def write_report(
     *,
     more: Sequence[Section] = (),
 ) -> Quality | None:
-    """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`; return these."""
+    """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`.
+
+    Return these.
+    """
     if not len(test_rows):
         write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=more)
         return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     judged = quality(run.model, alone, preparation, target, test_rows)
     files.write_json(folder / FILE, judged.to_plain())
-    sections = [_predictions(judged, preparation, target, told=run.test), _effects(judged, target), *more]
+    sections = [
+        _predictions(judged, preparation, target, told=run.test),
+        _effects(judged, target),
+        *more,
+    ]
     write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=sections)
     return judged
 
 
-def _predictions(judged: Quality, preparation: Preparation, target: str, told: Container[str]) -> Section:
-    """Return how good the predictions are, in numbers and in pictures; what the page has told is left out."""
+def _predictions(
+    judged: Quality, preparation: Preparation, target: str, told: Container[str]
+) -> Section:
+    """Return how good the predictions are, in numbers and in pictures.
+
+    What the page has told is left out.
+    """
     classes = preparation.kind == "classification"
     text = [f"The model served, on {judged.rows} test rows that chose nothing."]
     if classes:
         text.append(
-            "Sensitivity: the share of a class's rows that is predicted to be of it. Specificity: the share of the "
-            "other rows that is not. Precision: the share of the rows predicted to be of it that is. In brackets "
-            "95 % intervals. AUC: how often a row of the class has a higher probability of it than another row."
+            "Sensitivity: the share of a class's rows that is predicted to be of it. Specificity:"
+            " the share of the other rows that is not. Precision: the share of the rows predicted"
+            " to be of it that is. In brackets 95 % intervals. AUC: how often a row of the class"
+            " has a higher probability of it than another row."
         )
     tables = [_by_class(judged), _confusion(judged, target)] if classes else []
     tables += [rows] if (rows := _measures(judged, told)) else []
@@ -337,7 +401,12 @@ def _measures(judged: Quality, told: Container[str]) -> list[dict[str, str]]:
         return [{"measure": name, "served": f"{judged.served[name]:.4g}"} for name in more]
     measures = {name: judged.comparison.measures[name] for name in more}
     return [
-        {"measure": name, "served": f"{one.ours:.4g}", "alone": f"{one.alone:.4g}", "difference": difference(one)}
+        {
+            "measure": name,
+            "served": f"{one.ours:.4g}",
+            "alone": f"{one.alone:.4g}",
+            "difference": difference(one),
+        }
         for name, one in measures.items()
     ]
 
@@ -359,7 +428,10 @@ def _by_class(judged: Quality) -> list[dict[str, str]]:
 def _confusion(judged: Quality, target: str) -> list[dict[str, str]]:
     names = [one.name for one in judged.by_class]
     return [
-        {f"{target} is": name, **{f"predicted {other}": f"{n:.4g}" for other, n in zip(names, counts, strict=True)}}
+        {
+            f"{target} is": name,
+            **{f"predicted {other}": f"{n:.4g}" for other, n in zip(names, counts, strict=True)},
+        }
         for name, counts in zip(names, judged.confusion, strict=True)
     ]
 
@@ -370,7 +442,11 @@ def _curves(judged: Quality, preparation: Preparation, target: str) -> list[str]
     if lines:
         last = preparation.classes[-1]
         others = f"share of the other rows predicted to be {last}"
-        charts.append(line_chart({**lines, "by chance": ([0, 1], [0, 1])}, others, f"sensitivity for {last} (ROC)"))
+        charts.append(
+            line_chart(
+                {**lines, "by chance": ([0, 1], [0, 1])}, others, f"sensitivity for {last} (ROC)"
+            )
+        )
     bins = judged.calibration
     if len(bins) > 1:
         charts.append(_calibration_chart(judged, preparation, target))
@@ -385,10 +461,16 @@ def _calibration_chart(judged: Quality, preparation: Preparation, target: str) -
     if classes:
         low, high = [max(0.0, y) for y in low], [min(1.0, y) for y in high]
         of = str(classes[-1]) if len(classes) == 2 else "the predicted class"
-        names = f"predicted probability of {of}", f"share that came true (calibration, {len(bins)} bins)"
+        names = (
+            f"predicted probability of {of}",
+            f"share that came true (calibration, {len(bins)} bins)",
+        )
     else:
         names = f"predicted {target}", f"mean of what came true (calibration, {len(bins)} bins)"
-    lines: dict[str, Points] = {"came true, ± two standard errors": (told, true), "as predicted": (ends, ends)}
+    lines: dict[str, Points] = {
+        "came true, ± two standard errors": (told, true),
+        "as predicted": (ends, ends),
+    }
     return line_chart(lines, *names, bands={"came true, ± two standard errors": (low, high)})
 
 
@@ -396,16 +478,27 @@ def _effects(judged: Quality, target: str) -> Section:
     """Return what the predictions rest on."""
     shown = judged.effects[:SHOWN]
     text = [
-        f"By how much the loss on the test rows rises where a column's values are exchanged among them: what the "
-        f"predictions of {target} rest on, not what causes it. Columns that tell the same share it. Lines are two "
-        "standard errors to either side."
+        "By how much the loss on the test rows rises where a column's values are exchanged among"
+        f" them: what the predictions of {target} rest on, not what causes it. Columns that tell"
+        " the same share it. Lines are two standard errors to either side."
     ]
     if more := len(judged.effects) - len(shown):
-        text.append(f"The {SHOWN} largest of {len(judged.effects)}; `evaluation.json` has the other {more}.")
-    bars = [Interval(one.column, one.rise, one.error, f"{one.rise:+.3f} ± {one.error:.3f}") for one in shown]
-    return Section("What predictions rest on", text, charts=[interval_chart(bars, "rise of the loss by column")])
+        text.append(
+            f"The {SHOWN} largest of {len(judged.effects)}; `evaluation.json` has the other {more}."
+        )
+    bars = [
+        Interval(one.column, one.rise, one.error, f"{one.rise:+.3f} ± {one.error:.3f}")
+        for one in shown
+    ]
+    return Section(
+        "What predictions rest on",
+        text,
+        charts=[interval_chart(bars, "rise of the loss by column")],
+    )
 
 
 def left_out_section(left_out: Mapping[str, str]) -> Section:
     """Return which peers could not take part, and why."""
-    return Section("Who was left out", tables=[[{"peer": name, "why": why} for name, why in left_out.items()]])
+    return Section(
+        "Who was left out", tables=[[{"peer": name, "why": why} for name, why in left_out.items()]]
+    )

@@ -1,11 +1,12 @@
 """The theory: constants, bounds, the best knobs and the speedup over training alone.
 
-Everything is a formula, vectorised over arrays. Arguments are the same everywhere: `problem` is the constants, with
-`pl` for a bound of the loss; `steps` is T, `alpha` is α in [0, 1], `beta` is β in (0, 1], `lr` is η, `oracle_noise`
-is v, the oracle's noise about one peer, and `initial_error` is E_0; see `correction_bound`.
+Everything is a formula, vectorised over arrays. Arguments are the same everywhere: `problem` is the
+constants, with `pl` for a bound of the loss; `steps` is T, `alpha` is α in [0, 1], `beta` is β in
+(0, 1], `lr` is η, `oracle_noise` is v, the oracle's noise about one peer, and `initial_error` is
+E_0; see `correction_bound`.
 
-`docs/theory.md` leads from the paper's symbols to the names here; `docs/errata.md` lists what is printed in the
-paper and does not hold.
+`docs/theory.md` leads from the paper's symbols to the names here; `docs/errata.md` lists what is
+printed in the paper and does not hold.
 """
 
 from coterie.theory.affine import Affine, affine_bound
@@ -28,9 +29,28 @@ from coterie.theory.correction import (
     correction_max_lr,
     hessian_gap_limit,
 )
-from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone, steps_alone_to_loss
-from coterie.theory.exchanges import Exchanges, alone_in_time, best_exchanges, local_bound, stale_bound
-from coterie.theory.peers import Averaging, CorrectedPeers, Peers, best_averaging, best_corrected_peers
+from coterie.theory.descent import (
+    Descent,
+    alone,
+    averaging,
+    oracle,
+    steps_alone,
+    steps_alone_to_loss,
+)
+from coterie.theory.exchanges import (
+    Exchanges,
+    alone_in_time,
+    best_exchanges,
+    local_bound,
+    stale_bound,
+)
+from coterie.theory.peers import (
+    Averaging,
+    CorrectedPeers,
+    Peers,
+    best_averaging,
+    best_corrected_peers,
+)
 from coterie.theory.plan import (
     Choice,
     Promise,

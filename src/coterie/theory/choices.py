@@ -32,8 +32,9 @@ def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Number
 def best_alpha(problem: Constants, steps: Numbers) -> Numbers:
     """Return the α in [0, min(1, 1/√m)) that minimises `averaging_cost`.
 
-    For m = 0 it is σ_0²/(σ_0² + σ_a² + μζ²T/L), with equal noises 1/(1 + 1/N + μζ²T/(Lσ_0²)); otherwise the
-    root of a cubic, Q′ = 0 cleared of its denominators: with S = σ_0² + σ_a² and z = μζ²T/L,
+    For m = 0 it is σ_0²/(σ_0² + σ_a² + μζ²T/L), with equal noises 1/(1 + 1/N + μζ²T/(Lσ_0²));
+    otherwise the root of a cubic, Q′ = 0 cleared of its denominators: with S = σ_0² + σ_a² and z =
+    μζ²T/L,
 
         m(S − z)α³ − 3mσ_0²α² + (S + 2mσ_0² + z)α − σ_0² = 0.
 
@@ -49,12 +50,18 @@ def best_alpha(problem: Constants, steps: Numbers) -> Numbers:
     total = own + problem.peer_variance
     if np.all(np.equal(m, 0)):
         return _share(own, problem.peer_variance + z)
-    # The cubic is −σ_0² at 0 and not negative at the end of the range; in between it changes sign once.
+    # The cubic is −σ_0² at 0 and not negative at the end of the range; in between it changes sign
+    # once.
     low = np.zeros(np.broadcast_shapes(*(np.shape(part) for part in (m, own, z, total))))
     high = low + np.minimum(1, 1 / np.sqrt(np.maximum(m, 1)))
     for _ in range(60):
         alpha = (low + high) / 2
-        slope = m * (total - z) * alpha**3 - 3 * m * own * alpha**2 + (total + 2 * m * own + z) * alpha - own
+        slope = (
+            m * (total - z) * alpha**3
+            - 3 * m * own * alpha**2
+            + (total + 2 * m * own + z) * alpha
+            - own
+        )
         low, high = np.where(slope < 0, alpha, low), np.where(slope < 0, high, alpha)
     return ((low + high) / 2)[()]
 
@@ -79,8 +86,8 @@ def least_noise_alpha(problem: Constants, oracle_noise: Numbers = 0.0) -> Number
 def averaging_speedup(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> Numbers:
     """Return how many times more steps Alone needs for the same cost: Q(0)/Q(α).
 
-    α is the best unless it is given. At the best α and m = 0 it is 1/(1 − α); for ζ = 0 too, N + 1. For m > 0 it is
-    sub-linear even if ζ = 0.
+    α is the best unless it is given. At the best α and m = 0 it is 1/(1 − α); for ζ = 0 too, N + 1.
+    For m > 0 it is sub-linear even if ζ = 0.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=np.array([1.0, 10.0]))
@@ -109,7 +116,12 @@ def oracle_speedup(problem: Constants, oracle_noise: Numbers = 0.0) -> Numbers:
 
 
 def best_tau(
-    problem: Constants, alpha: Numbers, steps: Numbers, *, peer_noise: ArrayLike, bias_floor: ArrayLike
+    problem: Constants,
+    alpha: Numbers,
+    steps: Numbers,
+    *,
+    peer_noise: ArrayLike,
+    bias_floor: ArrayLike,
 ) -> NDArray[np.float64]:
     """Return the peers' weights that minimise the averaging cost at a given α.
 
@@ -132,7 +144,9 @@ def best_tau(
     alpha = check_alpha(alpha)
     left = 1 - alpha**2 * problem.bias_growth
     check("alpha", alpha, np.greater(left, 0), "must be below 1/√m, m being `bias_growth`")
-    return water_filling(peer_noise, bias_floor, problem.smoothness / (_pl(problem) * check_steps(steps) * left))
+    return water_filling(
+        peer_noise, bias_floor, problem.smoothness / (_pl(problem) * check_steps(steps) * left)
+    )
 
 
 def mean_estimation(
@@ -140,9 +154,9 @@ def mean_estimation(
 ) -> Constants:
     """Return the constants of estimating user 0's mean with the samples of peers whose mean is off by `gap`.
 
-    f_k = ½(x − mean_k)², sampled by g_k = x − z_k: L = μ = 1, m = δ = 0, ζ = gap, and x_0, user 0's first
-    sample, is off by F_0 = σ_0²/2. With η_t = 1/(t + 1), averaging *is* the weighted mean of all samples, and
-    its squared error is `averaging_cost` exactly: α²ζ² + σ²(α)/T.
+    f_k = ½(x − mean_k)², sampled by g_k = x − z_k: L = μ = 1, m = δ = 0, ζ = gap, and x_0, user 0's
+    first sample, is off by F_0 = σ_0²/2. With η_t = 1/(t + 1), averaging *is* the weighted mean of
+    all samples, and its squared error is `averaging_cost` exactly: α²ζ² + σ²(α)/T.
 
     Args:
         noise: σ_0, the spread of user 0's samples.
@@ -169,7 +183,12 @@ def mean_estimation(
 
 
 def _pl(problem: Constants) -> Numbers:
-    check("pl", problem.pl, np.greater(problem.pl, 0), "must be positive for a cost in terms of the loss")
+    check(
+        "pl",
+        problem.pl,
+        np.greater(problem.pl, 0),
+        "must be positive for a cost in terms of the loss",
+    )
     return problem.pl
 
 

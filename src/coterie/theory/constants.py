@@ -18,12 +18,13 @@ class Constants:
 
         ‖∇f_k − ∇f_0‖² ≤ m ‖∇f_0‖² + ζ²,   E‖n_k‖² ≤ M_k ‖∇f_k‖² + σ_k²,   ‖∇²f_k − ∇²f_0‖ ≤ δ
 
-    Each may be an array; they broadcast. Peers that differ from one another are brought to this form, for
-    given weights, by `Constants.from_peers`.
+    Each may be an array; they broadcast. Peers that differ from one another are brought to this
+    form, for given weights, by `Constants.from_peers`.
 
     Args:
         smoothness: L of f_0.
-        pl: μ, the Polyak-Łojasiewicz constant of f_0, ‖∇f_0‖² ≥ 2μ(f_0 − f_0*); 0 where it is not assumed.
+        pl: μ, the Polyak-Łojasiewicz constant of f_0, ‖∇f_0‖² ≥ 2μ(f_0 − f_0*); 0 where it is not
+            assumed.
         initial_gap: F_0 = f_0(x_0) − f_0*.
         noise: σ_0, the standard deviation of user 0's gradient noise (of the whole vector).
         n_peers: N.
@@ -33,18 +34,21 @@ class Constants:
         hessian_gap: δ.
         noise_growth: M_0, how user 0's noise grows with ‖∇f_0‖².
         peer_noise_growth: M_k, how a peer's noise grows with ‖∇f_k‖².
-        diameter: D, of the region that x stays in. Where it is given, a peer's gradient is user 0's plus a constant
-            plus what differs in curvature, and the constant adds no noise: E‖n_k‖² ≤ M_k(2‖∇f_0‖² + 2(δD)²) + σ_k²,
-            the final form of A5. None: E‖n_k‖² ≤ M_k‖∇f_k‖² + σ_k².
+        diameter: D, of the region that x stays in. Where it is given, a peer's gradient is user 0's
+            plus a constant plus what differs in curvature, and the constant adds no noise: E‖n_k‖²
+            ≤ M_k(2‖∇f_0‖² + 2(δD)²) + σ_k², the final form of A5. None: E‖n_k‖² ≤ M_k‖∇f_k‖² +
+            σ_k².
         drift_noise: √(Στ_kσ_k²), what a peer's own steps are shaken by; as `peer_noise` when None.
-        largest_hessian_gap: max_k δ_k, for peers that take steps of their own; as `hessian_gap` when None.
+        largest_hessian_gap: max_k δ_k, for peers that take steps of their own; as `hessian_gap`
+            when None.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=10, n_peers=4)
         >>> float(problem.variance(0.8)), float(problem.peer_variance)
         (20.0, 25.0)
 
-    Reference: assumptions A1–A5, and both relaxed forms of A5 in Appendix B (the final one corrected).
+    Reference: assumptions A1–A5, and both relaxed forms of A5 in Appendix B (the final one
+        corrected).
     """
 
     smoothness: Numbers
@@ -71,10 +75,17 @@ class Constants:
                 object.__setattr__(self, field.name, value)
         check("smoothness", self.smoothness, np.greater(self.smoothness, 0), "must be positive")
         remedy = "at the optimum nothing is left to gain"
-        check("initial_gap", self.initial_gap, np.greater(self.initial_gap, 0), "must be positive", remedy)
+        check(
+            "initial_gap",
+            self.initial_gap,
+            np.greater(self.initial_gap, 0),
+            "must be positive",
+            remedy,
+        )
         check("n_peers", self.n_peers, np.greater_equal(self.n_peers, 1), "must be at least 1")
         pl, smoothness = np.broadcast_arrays(self.pl, self.smoothness)
-        wrong = pl > smoothness * (1 + 1e-9)  # a rescaled problem with both equal may differ in the last digit
+        # a rescaled problem with both equal may differ in the last digit
+        wrong = pl > smoothness * (1 + 1e-9)
         if wrong.any():
             raise KnobError(
                 f"`pl` must not exceed `smoothness`, got pl = {_first(pl[wrong])} and smoothness = "
@@ -83,7 +94,12 @@ class Constants:
 
     @classmethod
     def from_peers(
-        cls, *, tau: ArrayLike, peer_noise: ArrayLike, bias_floor: ArrayLike = 0.0, **common: Numbers
+        cls,
+        *,
+        tau: ArrayLike,
+        peer_noise: ArrayLike,
+        bias_floor: ArrayLike = 0.0,
+        **common: Numbers,
     ) -> Self:
         """Return the constants of equal peers that stand for unequal ones with weights τ.
 
@@ -93,7 +109,8 @@ class Constants:
             tau: τ_k, the peers' weights, along the last axis.
             peer_noise: σ_k, as `tau`.
             bias_floor: ζ_k, as `tau`.
-            common: the other constants; of `bias_growth` and `hessian_gap` the mean by τ, or the largest.
+            common: the other constants; of `bias_growth` and `hessian_gap` the mean by τ, or the
+                largest.
 
         Example:
             >>> problem = Constants.from_peers(
@@ -104,7 +121,13 @@ class Constants:
         """
         tau = np.asarray(tau, dtype=np.float64)
         check("tau", tau, tau >= 0, "must not be negative")
-        check("tau", tau.sum(-1), abs(tau.sum(-1) - 1) < 1e-6, "must sum to 1", "divide each weight by the sum")
+        check(
+            "tau",
+            tau.sum(-1),
+            abs(tau.sum(-1) - 1) < 1e-6,
+            "must sum to 1",
+            "divide each weight by the sum",
+        )
         variance = np.sum(tau**2 * np.square(peer_noise), -1)
         floor = np.sqrt(np.sum(tau * np.square(bias_floor), -1))
         noise, n_peers = np.sqrt(tau.shape[-1] * variance), float(tau.shape[-1])
@@ -115,7 +138,8 @@ class Constants:
     def peer_variance(self) -> Numbers:
         """σ_a², the variance of the peers' average where f_0 is stationary.
 
-        (σ_k² + 2M_k ζ²)/N: there ‖∇f_k‖² ≤ 2‖∇f_0‖² + 2‖∇f_k − ∇f_0‖² ≤ 2ζ². With a `diameter` D, (δD)² for ζ².
+        (σ_k² + 2M_k ζ²)/N: there ‖∇f_k‖² ≤ 2‖∇f_0‖² + 2‖∇f_k − ∇f_0‖² ≤ 2ζ². With a `diameter` D,
+        (δD)² for ζ².
         """
         noise = self.noise if self.peer_noise is None else self.peer_noise
         bias = self.bias_floor if self.diameter is None else self.hessian_gap * self.diameter
@@ -157,7 +181,9 @@ def check(name: str, value: ArrayLike, holds: ArrayLike, must: str, remedy: str 
 def check_alpha(alpha: ArrayLike) -> Numbers:
     """Return α, checked to lie in [0, 1]."""
     alpha = as_numbers("alpha", alpha)
-    check("alpha", alpha, np.greater_equal(alpha, 0) & np.less_equal(alpha, 1), "must lie in [0, 1]")
+    check(
+        "alpha", alpha, np.greater_equal(alpha, 0) & np.less_equal(alpha, 1), "must lie in [0, 1]"
+    )
     return alpha
 
 

@@ -37,8 +37,8 @@ def correction_bound(
 
         s = σ_0² + σ_a²,   r = αδη/β,   q = 2(1 + β)r² < 1/2
 
-    At α = 0 it is Alone's bound; with δ = 0 what it adds to an oracle's is the price of estimating the bias.
-    It holds for η ≤ 1/L and bounded noise (no `noise_growth`).
+    At α = 0 it is Alone's bound; with δ = 0 what it adds to an oracle's is the price of estimating
+    the bias. It holds for η ≤ 1/L and bounded noise (no `noise_growth`).
 
     Args:
         problem: the constants.
@@ -46,15 +46,18 @@ def correction_bound(
         beta: β in (0, 1].
         lr: η, at most `correction_max_lr`.
         steps: T.
-        initial_error: E_0 = E‖c_0 − (∇f_avg − ∇f_0)(x_0)‖²: s/S where c_0 is the mean of S observed biases
-            drawn before the first step, ‖(∇f_avg − ∇f_0)(x_0)‖² where c_0 = 0; s when None.
-        warm_up: what `BiasCorrection` does in a run: the first step is taken alone, c_1 is the bias it shows, and
-            β_t = max(β, 1/(t + 1)), or β after it where False. Then E_0, 0 when None, is that of a c_0 which the
-            first step uses all the same. None: the formula above, with β from the first step on.
+        initial_error: E_0 = E‖c_0 − (∇f_avg − ∇f_0)(x_0)‖²: s/S where c_0 is the mean of S observed
+            biases drawn before the first step, ‖(∇f_avg − ∇f_0)(x_0)‖² where c_0 = 0; s when None.
+        warm_up: what `BiasCorrection` does in a run: the first step is taken alone, c_1 is the bias
+            it shows, and β_t = max(β, 1/(t + 1)), or β after it where False. Then E_0, 0 when None,
+            is that of a c_0 which the first step uses all the same. None: the formula above, with β
+            from the first step on.
 
-    In a run, with π_t = 1/t in the warm-up, which falls to β/(2 − β) after it, and any θ > 0 (the best is taken),
+    In a run, with π_t = 1/t in the warm-up, which falls to β/(2 − β) after it, and any θ > 0 (the
+    best is taken),
 
-        (1/T) Σ_t E‖∇f_0(x_t)‖² ≤ [ (1 − q)(2F_0/(ηT) + Lησ²(α)) + (1 + θ)α²s Σπ_t/T + (1 + 1/θ)r²σ²(α) ] / (1 − 2q)
+        (1/T) Σ_t E‖∇f_0(x_t)‖² ≤ [ (1 − q)(2F_0/(ηT) + Lησ²(α)) + (1 + θ)α²s Σπ_t/T + (1 +
+        1/θ)r²σ²(α) ] / (1 − 2q)
 
     with q = 2(1 + 1/θ)r², where σ²(α) is the mean over the steps: the first has σ_0².
 
@@ -65,13 +68,20 @@ def correction_bound(
         >>> print(f"{correction_bound(problem, 0.9, beta=0.02, lr=0.1, steps=10_000, warm_up=True):.4f}")
         0.0276
 
-    Reference: Theorem 3; what is printed does not hold, see `docs/errata.md` for that and for the proof.
+    Reference: Theorem 3; what is printed does not hold, see `docs/errata.md` for that and for the
+        proof.
     """
     alpha, steps = check_alpha(alpha), check_steps(steps)
     lr, beta = as_numbers("lr", lr), as_numbers("beta", beta)
     limit = 1 / problem.smoothness
     check("lr", lr, np.greater(lr, 0), "must be positive")
-    check("lr", lr, np.less_equal(lr, limit * (1 + 1e-9)), "must not exceed 1/L", f"take {np.min(limit):g}")
+    check(
+        "lr",
+        lr,
+        np.less_equal(lr, limit * (1 + 1e-9)),
+        "must not exceed 1/L",
+        f"take {np.min(limit):g}",
+    )
     check("beta", beta, np.greater(beta, 0) & np.less_equal(beta, 1), "must lie in (0, 1]")
     follows = 4 * (1 + beta) * (alpha * problem.hessian_gap * lr / beta) ** 2 < 1
     check("beta", beta, follows, "must exceed √8·αδη", "take a larger `beta` or a smaller `lr`")
@@ -104,8 +114,8 @@ def best_beta(
 ) -> Numbers:
     """Return the β with the least `correction_bound` for a step size of at most `correction_max_lr`.
 
-    Where the drift of the bias decides it is near (2δ²η²σ²(α)/s)^{1/3}, where forgetting c_0 decides near
-    √(E_0/(sT)).
+    Where the drift of the bias decides it is near (2δ²η²σ²(α)/s)^{1/3}, where forgetting c_0
+    decides near √(E_0/(sT)).
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
@@ -129,7 +139,9 @@ def best_correction(
     initial_error: Numbers | None = None,
     warm_up: bool | None = None,
 ) -> Correction:
-    """Return the knobs with the least `correction_bound`, and that bound; α is that of least noise unless given.
+    """Return the knobs with the least `correction_bound`, and that bound.
+
+    Α is that of least noise unless given.
 
     Example:
         >>> problem = Constants(smoothness=1, initial_gap=2, noise=1, n_peers=9, hessian_gap=0.01)
@@ -138,7 +150,10 @@ def best_correction(
 
     Reference: Theorem 3 and Corollary 1.
     """
-    alpha, steps = least_noise_alpha(problem) if alpha is None else check_alpha(alpha), check_steps(steps)
+    alpha, steps = (
+        least_noise_alpha(problem) if alpha is None else check_alpha(alpha),
+        check_steps(steps),
+    )
     start = _start(problem, initial_error, warm_up)
     largest = correction_max_lr(problem, alpha)
 
@@ -155,7 +170,8 @@ def hessian_gap_limit(problem: Constants, alpha: Numbers, lr: Numbers) -> Number
 
         (3/2)α²βs ≤ Lησ²(α) at β = (2δ²η²σ²(α)/s)^{1/3}:   δ² ≤ 4L³ησ⁴(α)/(27α⁶s²)
 
-    Below it the noise term, and with it the linear speedup, is what remains for large T, as long as c_0 is
+    Below it the noise term, and with it the linear speedup, is what remains for large T, as long as
+    c_0 is
     good: S ≫ s²/(LF_0σ²(α)) first batches. With η ∝ 1/√T it shrinks as T^{−1/4}.
 
     Example:
@@ -172,23 +188,32 @@ def hessian_gap_limit(problem: Constants, alpha: Numbers, lr: Numbers) -> Number
 
 
 class _Start(NamedTuple):
-    """How the bias estimate starts: c_0 with its error, or the bias of the first step, with or without warm-up."""
+    """How the bias estimate starts.
+
+    C_0 with its error, or the bias of the first step, with or without warm-up.
+    """
 
     error: Numbers
     warm_up: bool | None = None
 
-    def bound(self, problem: Constants, alpha: Numbers, beta: Numbers, lr: Numbers, steps: Numbers) -> Numbers:
+    def bound(
+        self, problem: Constants, alpha: Numbers, beta: Numbers, lr: Numbers, steps: Numbers
+    ) -> Numbers:
         """Return the bound, as `correction_bound` says."""
         variance, s = problem.variance(alpha), _bias_variance(problem)
         drift = (alpha * problem.hessian_gap * lr / beta) ** 2
         if self.warm_up is None:
             q = 2 * (1 + beta) * drift
             descent = 2 * problem.initial_gap / (lr * steps) + problem.smoothness * lr * variance
-            bias = alpha**2 * self.error / (beta * steps) + (1 + beta) * (alpha**2 * beta * s + drift * variance)
+            bias = alpha**2 * self.error / (beta * steps) + (1 + beta) * (
+                alpha**2 * beta * s + drift * variance
+            )
             return ((1 - q) * descent + bias) / (1 - 2 * q)
         variance = variance + np.maximum(problem.noise**2 - variance, 0) / steps
         descent = 2 * problem.initial_gap / (lr * steps) + problem.smoothness * lr * variance
-        noise = alpha**2 * (s * _noise_in_run(beta, steps, warm_up=self.warm_up) + self.error / steps)
+        noise = alpha**2 * (
+            s * _noise_in_run(beta, steps, warm_up=self.warm_up) + self.error / steps
+        )
         best: Numbers = np.inf
         for theta in _THETAS:
             q = 2 * (1 + 1 / theta) * drift
@@ -202,9 +227,12 @@ _THETAS = np.geomspace(1e-3, 10, 25)
 
 
 def _noise_in_run(beta: Numbers, steps: Numbers, *, warm_up: bool) -> Numbers:
-    """Return the mean of π_t over the steps: the share of s that is in c_t, which the first step does not use.
+    """Return the mean of π_t over the steps.
 
-    π_1 = 1,   π_{t+1} = (1 − β_t)²π_t + β_t²:   1/t while β_t = 1/(t + 1), then to β/(2 − β) by (1 − β)²
+    The share of s that is in c_t, which the first step does not use.
+
+    π_1 = 1,   π_{t+1} = (1 − β_t)²π_t + β_t²:   1/t while β_t = 1/(t + 1), then to β/(2 − β) by (1
+    − β)²
     """
     warm = np.floor(1 / beta + 1e-9) if warm_up else np.ones_like(beta)
     rest, kept, level = np.maximum(steps - 1 - warm, 0), (1 - beta) ** 2, beta / (2 - beta)
@@ -217,10 +245,14 @@ def _best_beta(
 ) -> NDArray[np.float64]:
     # Far below 1/T the start is never forgotten, and a smaller β would change nothing.
     least = np.maximum(3 * alpha * problem.hessian_gap * lr, 1e-6 / steps)
-    return _minimise(lambda beta: start.bound(problem, alpha, beta, lr, steps), np.minimum(least, 1), 1.0)
+    return _minimise(
+        lambda beta: start.bound(problem, alpha, beta, lr, steps), np.minimum(least, 1), 1.0
+    )
 
 
-def _minimise(cost: Callable[[NDArray[np.float64]], Numbers], low: Numbers, high: Numbers) -> NDArray[np.float64]:
+def _minimise(
+    cost: Callable[[NDArray[np.float64]], Numbers], low: Numbers, high: Numbers
+) -> NDArray[np.float64]:
     """Return where a cost of positive numbers is least, elementwise, by a grid that zooms in."""
     shape = np.shape(cost(np.multiply(high, np.ones_like(low))))
     bottom, top = np.broadcast_to(np.log(low), shape), np.broadcast_to(np.log(high), shape)
@@ -238,7 +270,9 @@ def _bias_variance(problem: Constants) -> Numbers:
     """Return s = σ_0² + σ_a², the variance of one observed bias."""
     for name in ("noise_growth", "peer_noise_growth"):
         growth = getattr(problem, name)
-        check(name, growth, np.equal(growth, 0), "must be 0 here", "Theorem 3 assumes bounded noise")
+        check(
+            name, growth, np.equal(growth, 0), "must be 0 here", "Theorem 3 assumes bounded noise"
+        )
     return problem.noise**2 + problem.peer_variance
 
 

@@ -15,7 +15,8 @@ class Descent:
 
     Every bound follows from the descent inequality, for η ≤ `max_lr`,
 
-        F_{t+1} ≤ F_t − ηk E‖∇f_0(x_t)‖² + ηB²/2 + Lη²σ²/2,   k = (1 − a)/2, or (1 − a)/4 where M > 0.
+        F_{t+1} ≤ F_t − ηk E‖∇f_0(x_t)‖² + ηB²/2 + Lη²σ²/2,   k = (1 − a)/2, or (1 − a)/4 where M >
+        0.
 
     In its methods `lr` is η, at most `max_lr`, `steps` is T, and `step` is t, counted from 0.
 
@@ -94,7 +95,9 @@ class Descent:
         return (1 - rho * lr) ** steps * self.initial_gap + floor
 
     def best_loss_lr(self, steps: Numbers) -> Numbers:
-        """Return the step size with the least `loss_bound`; 0 where the noise forbids any gain in T steps.
+        """Return the step size with the least `loss_bound`.
+
+        0 where the noise forbids any gain in T steps.
 
             1 − ρη = (Lσ²/(2ρ²TF_0))^{1/(T − 1)},   η ≤ η_max
 
@@ -104,7 +107,8 @@ class Descent:
             >>> print(f"{lr:.4f} {problem.loss_bound(lr, 100):.4f}")
             0.0587 0.0341
 
-        Reference: the minimum of the bound in Appendix C.2, which the paper approximates with a logarithm
+        Reference: the minimum of the bound in Appendix C.2, which the paper approximates with a
+            logarithm
         (printed with an argument that is not dimensionless).
         """
         steps, rho = check_steps(steps), self._rate()
@@ -112,7 +116,8 @@ class Descent:
         kept = np.minimum(noise / (2 * rho**2 * steps * self.initial_gap), 1)
         with np.errstate(divide="ignore"):  # without noise nothing need be kept: log 0
             decay = np.log(kept) / np.maximum(steps - 1, 1e-300)
-        return np.minimum((0.0 - np.expm1(decay)) / rho, self.max_lr)  # 0 and not −0 where everything is kept
+        # 0 and not −0 where everything is kept
+        return np.minimum((0.0 - np.expm1(decay)) / rho, self.max_lr)
 
     def decreasing_lr(self, step: Numbers) -> Numbers:
         """Return the step size of each step of a run whose bound has no logarithm.
@@ -144,7 +149,11 @@ class Descent:
         steps, start, rho = check_steps(steps), self._start(), self._rate()
         noise = 2 * self.smoothness * self.noise**2 / rho**2
         end = start + steps
-        return (start / end) ** 2 * self.initial_gap + self.bias_floor**2 / (2 * rho) + noise * steps / end**2
+        return (
+            (start / end) ** 2 * self.initial_gap
+            + self.bias_floor**2 / (2 * rho)
+            + noise * steps / end**2
+        )
 
     def _rate(self) -> Numbers:
         """Return ρ = 2μk, the rate at which the PL condition shrinks F."""
@@ -158,7 +167,8 @@ class Descent:
         """
         h = np.minimum(self._rate() * self.max_lr, 1)
         first = (1 + np.sqrt(1 - h)) / h - 1
-        return np.asarray(np.ceil(first - 1e-9 * (1 + first)))[()]  # an exact integer must not be rounded up
+        # an exact integer must not be rounded up
+        return np.asarray(np.ceil(first - 1e-9 * (1 + first)))[()]
 
     def _check_lr(self, lr: Numbers) -> Numbers:
         lr = as_numbers("lr", lr)
@@ -191,7 +201,9 @@ def steps_alone(problem: Constants, bound: Numbers) -> Numbers:
     bound, variance = as_numbers("bound", bound), np.square(problem.noise)
     gap = problem.smoothness * problem.initial_gap
     long = 8 * gap * variance / bound**2
-    return np.where(bound <= 2 * variance, long, 2 * gap / np.maximum(bound - variance, bound / 2))[()]
+    return np.where(bound <= 2 * variance, long, 2 * gap / np.maximum(bound - variance, bound / 2))[
+        ()
+    ]
 
 
 def steps_alone_to_loss(problem: Constants, bound: Numbers) -> Numbers:
@@ -234,13 +246,17 @@ def averaging(problem: Constants, alpha: Numbers) -> Descent:
     """
     alpha = check_alpha(alpha)
     growth = alpha**2 * problem.bias_growth
-    remedy = f"take less than {1 / np.sqrt(np.max(problem.bias_growth) or 1):g}, or correct the bias"
+    remedy = (
+        f"take less than {1 / np.sqrt(np.max(problem.bias_growth) or 1):g}, or correct the bias"
+    )
     check("alpha", alpha, np.less(growth, 1), "must be below 1/√m, m being `bias_growth`", remedy)
     return _descent(problem, alpha, growth, alpha * problem.bias_floor, problem.variance(alpha))
 
 
 def oracle(problem: Constants, alpha: Numbers, oracle_noise: Numbers = 0.0) -> Descent:
-    """Return the descent of bias correction by an oracle of the bias (Theorem 2): as averaging, without bias.
+    """Return the descent of bias correction by an oracle of the bias (Theorem 2).
+
+    As averaging, without bias.
 
         variance σ̃²(α) = (1 − α)²σ_0² + α²(σ_a² + v²/N)
 
@@ -254,10 +270,14 @@ def oracle(problem: Constants, alpha: Numbers, oracle_noise: Numbers = 0.0) -> D
     """
     alpha, v = check_alpha(alpha), as_numbers("oracle_noise", oracle_noise)
     check("oracle_noise", v, np.greater_equal(v, 0), "must not be negative")
-    return _descent(problem, alpha, 0.0, 0.0, problem.variance(alpha) + alpha**2 * v**2 / problem.n_peers)
+    return _descent(
+        problem, alpha, 0.0, 0.0, problem.variance(alpha) + alpha**2 * v**2 / problem.n_peers
+    )
 
 
-def _descent(problem: Constants, alpha: Numbers, growth: Numbers, floor: Numbers, variance: Numbers) -> Descent:
+def _descent(
+    problem: Constants, alpha: Numbers, growth: Numbers, floor: Numbers, variance: Numbers
+) -> Descent:
     return Descent(
         smoothness=problem.smoothness,
         pl=problem.pl,

@@ -1,7 +1,7 @@
 """The rules on a noisy quadratic as a linear-Gaussian system, one coordinate at a time.
 
-With e = x − x_0* and the bias of the peers ∇f_avg − ∇f_0 = gap·e − pull, keep c̃ = c + pull, the error of the
-bias estimate at user 0's optimum. Then Algorithms 1 to 3 read
+With e = x − x_0* and the bias of the peers ∇f_avg − ∇f_0 = gap·e − pull, keep c̃ = c + pull, the
+error of the bias estimate at user 0's optimum. Then Algorithms 1 to 3 read
 
     e ← e − η [(a_0 + α gap) e − α (1 − w) pull − α w c̃ + (1 − α) n_0 + α n_1] + drift
     c̃ ← (1 − β) c̃ + β (gap e + n_1 − n_0)
@@ -9,8 +9,9 @@ bias estimate at user 0's optimum. Then Algorithms 1 to 3 read
 where n_0 and n_1 are the same draws in both lines. (c̃ and not c, since pull may be 10⁸ times what
 remains of e.) A third entry sums the iterates, where their average is asked for.
 
-Where peers are asked at every K-th step only, the state also holds p, what they said at the last exchange. At an
-exchange p ← (a_0 + gap) e − (1 − w) pull − w c̃ + n_1, and c̃ follows; in every step
+Where peers are asked at every K-th step only, the state also holds p, what they said at the last
+exchange. At an exchange p ← (a_0 + gap) e − (1 − w) pull − w c̃ + n_1, and c̃ follows; in every
+step
 
     e ← e − η [(1 − α) (a_0 e + n_0) + α p] + drift
 """
@@ -32,7 +33,10 @@ _CHUNK = 1 << 15  # step matrices held at once: a few megabytes, whatever the nu
 
 @dataclass(frozen=True, eq=False)
 class Dynamics:
-    """A rule with its step size on a noisy quadratic: what `Transition` every stretch of steps is."""
+    """A rule with its step size on a noisy quadratic.
+
+    What `Transition` every stretch of steps is.
+    """
 
     curvature: FloatArray  # a_0, of shape (d,)
     gap: FloatArray  # a_1 − a_0, the curvature of the peers' bias
@@ -46,7 +50,8 @@ class Dynamics:
     correction: float = 0.0  # w; 0 for weighted averaging
     first: bool = False  # whether c_0 is the first observed bias, not zero
     warm_up: bool = False  # whether β_t = max(β, 1/(t + 1))
-    average_from: int | None = None  # the step after which the state also sums the iterates, if it does
+    # the step after which the state also sums the iterates, if it does
+    average_from: int | None = None
 
     @property
     def period(self) -> int:
@@ -55,7 +60,10 @@ class Dynamics:
 
     @cached_property
     def settled(self) -> float:
-        """The step from which all knobs are constant: infinity where one is a function of the step."""
+        """The step from which all knobs are constant.
+
+        Infinity where one is a function of the step.
+        """
         if callable(self.alpha) or callable(self.beta) or callable(self.lr):
             return math.inf
         if self.warm_up:
@@ -66,7 +74,9 @@ class Dynamics:
     def settled_step(self) -> Transition:
         """The step, or the steps from one exchange to the next, repeated once all knobs are constant."""
         if math.isinf(self.settled):
-            raise KnobError("a scheduled knob never settles; pass numbers for `alpha`, `beta` and `lr`")
+            raise KnobError(
+                "a scheduled knob never settles; pass numbers for `alpha`, `beta` and `lr`"
+            )
         step = max(int(self.settled), -1 if self.average_from is None else self.average_from + 1)
         step += -step % self.period
         return chain(self.each(step, step + self.period))
@@ -87,14 +97,22 @@ class Dynamics:
         if start == stop:
             return identity(len(self.curvature), self.size)
         averaging = () if self.average_from is None else (self.average_from, self.average_from + 1)
-        cuts = {start, stop} | {int(cut) for cut in (self.settled, *averaging) if start < cut < stop}
-        return functools.reduce(Transition.then, itertools.starmap(self._stretch, itertools.pairwise(sorted(cuts))))
+        cuts = {start, stop} | {
+            int(cut) for cut in (self.settled, *averaging) if start < cut < stop
+        }
+        return functools.reduce(
+            Transition.then, itertools.starmap(self._stretch, itertools.pairwise(sorted(cuts)))
+        )
 
     def each(self, start: int, stop: int) -> Transition:
         """Return steps `start` to `stop` − 1 one by one, along the first axis."""
         alpha, beta, correction, lr = (knob[:, None] for knob in self._knobs(start, stop))
         shape = (stop - start, len(self.curvature), self.size)
-        matrix, offset, noise = np.zeros((*shape, self.size)), np.zeros(shape), np.zeros((*shape, self.size))
+        matrix, offset, noise = (
+            np.zeros((*shape, self.size)),
+            np.zeros(shape),
+            np.zeros((*shape, self.size)),
+        )
         matrix[..., 0, 0] = 1 - lr * (self.curvature + alpha * self.gap)
         matrix[..., 0, 1] = lr * alpha * correction
         matrix[..., 1, 0] = beta * self.gap
@@ -103,10 +121,14 @@ class Dynamics:
         noise[..., 0, 0] = self.drift_variance + lr**2 * (
             (1 - alpha) ** 2 * self.own_variance + alpha**2 * self.peer_variance
         )
-        noise[..., 0, 1] = lr * beta * ((1 - alpha) * self.own_variance - alpha * self.peer_variance)
+        noise[..., 0, 1] = (
+            lr * beta * ((1 - alpha) * self.own_variance - alpha * self.peer_variance)
+        )
         noise[..., 1, 0] = noise[..., 0, 1]
         noise[..., 1, 1] = beta**2 * (self.own_variance + self.peer_variance)
-        if self.average_from is not None:  # sum ← sum + the new e, forgetting the sum at the first step
+        if (
+            self.average_from is not None
+        ):  # sum ← sum + the new e, forgetting the sum at the first step
             matrix[..., 2, :] = matrix[..., 0, :]
             matrix[..., 2, 2] = (np.arange(start, stop) != self.average_from)[:, None]
             offset[..., 2] = offset[..., 0]
@@ -115,7 +137,10 @@ class Dynamics:
         return Transition(matrix, offset, noise)
 
     def _stretch(self, start: int, stop: int) -> Transition:
-        """Return steps between two cuts as one: by squaring once the knobs are constant, else pairwise."""
+        """Return steps between two cuts as one.
+
+        By squaring once the knobs are constant, else pairwise.
+        """
         first = start + -start % self.period
         periods = (stop - first) // self.period
         if start >= self.settled and start != self.average_from and periods > 0:
@@ -129,7 +154,9 @@ class Dynamics:
         chunks = [chain(self.each(t, min(t + chunk, stop))) for t in range(start, stop, chunk)]
         return functools.reduce(Transition.then, chunks)
 
-    def _knobs(self, start: int, stop: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def _knobs(
+        self, start: int, stop: int
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Return α, β, w and η at every step."""
         alpha = _at_each("alpha", self.alpha, start, stop)
         beta = _at_each("beta", self.beta, start, stop)
@@ -138,7 +165,8 @@ class Dynamics:
         if self.warm_up:
             beta = np.maximum(beta, 1 / np.arange(start + 1, stop + 1))
         if self.first and start == 0:
-            # c_0 = b_0 makes the first direction (1 − α(1 − w)) g_0 + α(1 − w) g_avg, and c_1 = b_0.
+            # c_0 = b_0 makes the first direction (1 − α(1 − w)) g_0 + α(1 − w) g_avg, and c_1 =
+            # b_0.
             alpha[0] *= 1 - self.correction
             beta[0], correction[0] = 1, 0
         return alpha, beta, correction, lr
@@ -150,7 +178,10 @@ class Dynamics:
 
 @dataclass(frozen=True, eq=False)
 class HeldDynamics(Dynamics):
-    """The same where user 0 uses what the peers said at the last exchange, every K-th step; K ≥ 2."""
+    """The same where user 0 uses what the peers said at the last exchange, every K-th step.
+
+    K ≥ 2.
+    """
 
     every: int = 2  # K
 
@@ -181,12 +212,17 @@ class HeldDynamics(Dynamics):
     def each(self, start: int, stop: int) -> Transition:
         """Return steps `start` to `stop` − 1 one by one, along the first axis."""
         alpha, beta, correction, lr = (knob[:, None] for knob in self._knobs(start, stop))
-        shape, asked = (stop - start, len(self.curvature), self.size), np.arange(start, stop) % self.every == 0
+        shape, asked = (
+            (stop - start, len(self.curvature), self.size),
+            np.arange(start, stop) % self.every == 0,
+        )
         matrix, offset = np.zeros((*shape, self.size)), np.zeros(shape)
         noise = np.zeros((*shape, 2))  # how much of n_0 and of n_1 is in each entry
         matrix[..., 1, 1] = np.where(asked, 1 - beta[:, 0], 1.0)[:, None]
         matrix[..., 1, 0] = np.where(asked[:, None], beta * self.gap, 0.0)
-        noise[..., 1, 0], noise[..., 1, 1] = (np.where(asked[:, None], sign * beta, 0.0) for sign in (-1, 1))
+        noise[..., 1, 0], noise[..., 1, 1] = (
+            np.where(asked[:, None], sign * beta, 0.0) for sign in (-1, 1)
+        )
         matrix[..., 2, 0] = np.where(asked[:, None], self.curvature + self.gap, 0.0)
         matrix[..., 2, 1] = np.where(asked[:, None], -correction, 0.0)
         matrix[..., 2, 2] = np.where(asked, 0.0, 1.0)[:, None]
@@ -198,7 +234,9 @@ class HeldDynamics(Dynamics):
         offset[..., 0] = moved * offset[..., 2]
         noise[..., 0, :] = moved[..., None] * noise[..., 2, :]
         noise[..., 0, 0] -= lr * (1 - alpha)
-        if self.average_from is not None:  # sum ← sum + the new e, forgetting the sum at the first step
+        if (
+            self.average_from is not None
+        ):  # sum ← sum + the new e, forgetting the sum at the first step
             matrix[..., 3, :], offset[..., 3], noise[..., 3, :] = (
                 matrix[..., 0, :],
                 offset[..., 0],
@@ -212,17 +250,25 @@ class HeldDynamics(Dynamics):
             covariance[..., i, j] += self.drift_variance
         return Transition(matrix, offset, covariance)
 
-    def _knobs(self, start: int, stop: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def _knobs(
+        self, start: int, stop: int
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Return α, β, w and η at every step; β and w count at exchanges alone."""
         alpha = _at_each("alpha", self.alpha, start, stop)
         beta = _at_each("beta", self.beta, start, stop)
         lr = _at_each("lr", self.lr, start, stop, highest=math.inf)
-        correction, exchange = np.full(stop - start, self.correction), np.arange(start, stop) // self.every
+        correction, exchange = (
+            np.full(stop - start, self.correction),
+            np.arange(start, stop) // self.every,
+        )
         if self.warm_up:
             beta = np.maximum(beta, 1 / (exchange + 1))
         if self.first:  # c_0 = b_0, as in the base, in all steps up to the second exchange
             alpha = np.where(exchange == 0, alpha * (1 - self.correction), alpha)
-            beta, correction = np.where(exchange == 0, 1.0, beta), np.where(exchange == 0, 0.0, correction)
+            beta, correction = (
+                np.where(exchange == 0, 1.0, beta),
+                np.where(exchange == 0, 0.0, correction),
+            )
         return alpha, beta, correction, lr
 
 

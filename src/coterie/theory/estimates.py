@@ -1,4 +1,7 @@
-"""The theory's constants as they were measured, with standard errors; see `coterie.choosing.measuring`."""
+"""The theory's constants as they were measured, with standard errors.
+
+See `coterie.choosing.measuring`.
+"""
 
 import json
 import math
@@ -10,7 +13,10 @@ from coterie.theory.peers import Peers
 
 
 class Measured(NamedTuple):
-    """A number and its standard error: two of them cover the truth in nine of ten cases, with thirty examples."""
+    """A number and its standard error.
+
+    Two of them cover the truth in nine of ten cases, with thirty examples.
+    """
 
     value: float
     error: float
@@ -40,21 +46,23 @@ class Estimates:
     """μ, the least ‖∇f_0‖²/(2f_0) at the two points, no less than the true one if the least loss is 0; L where the
     gradient is not clear of the noise."""
     peers: Mapping[str, PeerEstimates]
-    left_out: Mapping[str, str] = field(default_factory=dict)  # the peers not measured, each with the reason
+    # the peers not measured, each with the reason
+    left_out: Mapping[str, str] = field(default_factory=dict)
     share: float = 0.0  # how much of user 0's examples a batch is; 0 for fresh samples
     batches: int = 4  # how many were drawn
 
     def constants(self, steps: int, *, bias_errors: float | None = None) -> Peers:
         """Return the constants for a run of so many steps.
 
-        Noise averages out over a run only as far as samples are new. Where a user's n examples are gone through
-        several times, its noise is counted up to what leaves, after T steps, the noise of n samples:
-        σ² max(1, T·share). The noise of a private peer is new at every step: s² is added to that as it is.
+        Noise averages out over a run only as far as samples are new. Where a user's n examples are
+        gone through several times, its noise is counted up to what leaves, after T steps, the noise
+        of n samples: σ² max(1, T·share). The noise of a private peer is new at every step: s² is
+        added to that as it is.
 
-        Weights that follow small numbers closely would follow their errors. So ζ_k² of standard error e enters as
-        ζ_k²(1 − (2e/ζ_k²)²), as nothing below 2e; and δ_k, a lower estimate, with its error added. What is small is
-        not nothing, though: for how much weight peers may have, and for what is claimed, ζ_k² enters with some
-        `bias_errors` added.
+        Weights that follow small numbers closely would follow their errors. So ζ_k² of standard
+        error e enters as ζ_k²(1 − (2e/ζ_k²)²), as nothing below 2e; and δ_k, a lower estimate, with
+        its error added. What is small is not nothing, though: for how much weight peers may have,
+        and for what is claimed, ζ_k² enters with some `bias_errors` added.
         """
 
         def noise(one: Measured, share: float) -> float:
@@ -68,7 +76,8 @@ class Estimates:
             noise=noise(self.noise, self.share),
             peer_noise=[math.hypot(noise(peer.noise, peer.share), peer.added) for peer in peers],
             bias_floor=[
-                _clear(p.bias_floor) if bias_errors is None else _more(p.bias_floor, bias_errors) for p in peers
+                _clear(p.bias_floor) if bias_errors is None else _more(p.bias_floor, bias_errors)
+                for p in peers
             ],
             bias_growth=[peer.bias_growth.value for peer in peers],
             hessian_gap=[sum(peer.hessian_gap) for peer in peers],
@@ -89,11 +98,11 @@ class Estimates:
         peers = list(self.peers.values())
         bias = [_clear(p.bias_floor) for p in peers]
         return (
-            f"measured at the start: noise {self.noise.value:.2g}, "
-            f"peers' noise {range_of([math.hypot(p.noise.value, p.added) for p in peers])}, "
-            f"{'bias clear of its error ' + range_of(bias) if any(bias) else 'no bias clear of its error'}, "
-            f"Hessian gap {range_of([p.hessian_gap.value for p in peers])}, "
-            f"smoothness {self.smoothness.value:.2g}, PL {self.pl:.2g}"
+            f"measured at the start: noise {self.noise.value:.2g}, peers' noise"
+            f" {range_of([math.hypot(p.noise.value, p.added) for p in peers])},"
+            f" {'bias clear of its error ' + range_of(bias) if any(bias) else 'no bias clear of its error'},"
+            f" Hessian gap {range_of([p.hessian_gap.value for p in peers])}, smoothness"
+            f" {self.smoothness.value:.2g}, PL {self.pl:.2g}"
         )
 
     def to_plain(self) -> dict[str, Any]:

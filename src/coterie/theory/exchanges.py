@@ -1,7 +1,10 @@
-"""Averaging with fewer exchanges: bounds for stale peers and for local work, and how often to exchange.
+"""Averaging with fewer exchanges.
 
-Between two exchanges lie K steps, in a run of T own gradients. Both proofs look at a stretch of K as one step; they
-are in docs/exchanges.md. With κ = ηK times a smoothness, at most 1/2, and any θ > 0 (the best is taken),
+Bounds for stale peers and for local work, and how often to exchange.
+
+Between two exchanges lie K steps, in a run of T own gradients. Both proofs look at a stretch of K
+as one step; they are in docs/exchanges.md. With κ = ηK times a smoothness, at most 1/2, and any θ >
+0 (the best is taken),
 
     stale peers   p = ½ − (1 + 1/θ)(1 − α)²(8/5)κ²,   κ = ηKL
                   q = (1 + θ)/2 + (1 + 1/θ)(1 − α)²(8/5)κ²
@@ -12,9 +15,9 @@ are in docs/exchanges.md. With κ = ηK times a smoothness, at most 1/2, and any
                   bound = [ F_0/(ηT) + ((1 + θ)/2·α² + (1 + 1/θ)(8/5)κ²α) ζ² + Lησ²(α)
                             + (1 + 1/θ)(6/5)κ²((1 − α)σ_0² + αΣτ_kσ_k²)/K ] / (p − (1 + θ)/2·α²m)
 
-on the mean of E‖∇f_0‖² over the points of exchange. Stale peers have their noise K times in a stretch; local work
-does not, but its users drift. For bias correction, and for both at once, no bound is known; their exact moments on
-quadratics are (`NoisyQuadratic`).
+on the mean of E‖∇f_0‖² over the points of exchange. Stale peers have their noise K times in a
+stretch; local work does not, but its users drift. For bias correction, and for both at once, no
+bound is known; their exact moments on quadratics are (`NoisyQuadratic`).
 """
 
 from collections.abc import Callable
@@ -46,7 +49,9 @@ class Exchanges:
     bound: float
 
 
-def stale_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, every: Numbers) -> Numbers:
+def stale_bound(
+    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, every: Numbers
+) -> Numbers:
     """Bound the mean squared gradient of averaging with peers that are asked at every K-th step.
 
     Args:
@@ -78,11 +83,13 @@ def stale_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers,
     return _least(bound)
 
 
-def local_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, every: Numbers) -> Numbers:
+def local_bound(
+    problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers, every: Numbers
+) -> Numbers:
     """Bound the mean squared gradient of averaging by local work.
 
-    Every peer drifts by its own noise and curvature: the bound takes Σ τ_kσ_k² (`drift_noise`) and max_k δ_k
-    (`largest_hessian_gap`), which `Peers.constants` gives for peers that differ.
+    Every peer drifts by its own noise and curvature: the bound takes Σ τ_kσ_k² (`drift_noise`) and
+    max_k δ_k (`largest_hessian_gap`), which `Peers.constants` gives for peers that differ.
 
     Args:
         problem: the constants; noise must be bounded (no `noise_growth`).
@@ -102,13 +109,20 @@ def local_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers,
     smoothness = _local_smoothness(problem)
     alpha, lr, steps, every = _checked(problem, alpha, lr, (steps, every), smoothness)
     kappa, growth = lr * every * smoothness, problem.bias_growth
-    noise = problem.peer_variance * problem.n_peers if problem.drift_noise is None else problem.drift_noise**2
+    noise = (
+        problem.peer_variance * problem.n_peers
+        if problem.drift_noise is None
+        else problem.drift_noise**2
+    )
     drifting = ((1 - alpha) * problem.noise**2 + alpha * noise) / every
 
     def bound(theta: float) -> Numbers:
         drift, bias = (1 + 1 / theta) * kappa**2, (1 + theta) / 2 * alpha**2
         left = 1 / 2 - 4 / 5 * drift * (1 + alpha + 2 * alpha * growth) - bias * growth
-        cost = problem.initial_gap / (lr * steps) + (bias + 8 / 5 * drift * alpha) * problem.bias_floor**2
+        cost = (
+            problem.initial_gap / (lr * steps)
+            + (bias + 8 / 5 * drift * alpha) * problem.bias_floor**2
+        )
         noise = problem.smoothness * lr * problem.variance(alpha) + 6 / 5 * drift * drifting
         return _over(cost + noise, left)
 
@@ -118,11 +132,13 @@ def local_bound(problem: Constants, alpha: Numbers, lr: Numbers, steps: Numbers,
 BOUNDS: dict[Kind, Callable[..., Numbers]] = {"stale": stale_bound, "local": local_bound}
 
 
-def best_exchanges(problem: Constants, steps: int, cost: float, kind: Kind, every: int | None = None) -> Exchanges:
+def best_exchanges(
+    problem: Constants, steps: int, cost: float, kind: Kind, every: int | None = None
+) -> Exchanges:
     """Return how often to exchange in the time that `steps` steps with an exchange each would take.
 
-    A gradient takes 1, an exchange `cost`: K steps take K + cost. K, α and η are those of the least bound, on a
-    grid; K is that given where it is.
+    A gradient takes 1, an exchange `cost`: K steps take K + cost. K, α and η are those of the least
+    bound, on a grid; K is that given where it is.
 
     Args:
         problem: the constants.
@@ -148,11 +164,16 @@ def best_exchanges(problem: Constants, steps: int, cost: float, kind: Kind, ever
     lr = _RATES / (2 * k * smoothness)
     with np.errstate(over="ignore"):
         bounds = np.broadcast_to(
-            BOUNDS[kind](problem, _ALPHAS[:, None], lr, fit, k), (len(periods), len(_ALPHAS), len(_RATES))
+            BOUNDS[kind](problem, _ALPHAS[:, None], lr, fit, k),
+            (len(periods), len(_ALPHAS), len(_RATES)),
         )
     i, j, at = np.unravel_index(int(np.argmin(bounds)), bounds.shape)
     return Exchanges(
-        int(periods[i]), float(_ALPHAS[j]), float(lr[i, 0, at]), float(fit[i, 0, 0]), float(bounds[i, j, at])
+        int(periods[i]),
+        float(_ALPHAS[j]),
+        float(lr[i, 0, at]),
+        float(fit[i, 0, 0]),
+        float(bounds[i, j, at]),
     )
 
 
@@ -172,7 +193,9 @@ def alone_in_time(problem: Constants, steps: int, cost: float) -> Exchanges:
 
 def _local_smoothness(problem: Constants) -> Numbers:
     """Return L + max_k δ_k, the smoothness of every user."""
-    gap = problem.hessian_gap if problem.largest_hessian_gap is None else problem.largest_hessian_gap
+    gap = (
+        problem.hessian_gap if problem.largest_hessian_gap is None else problem.largest_hessian_gap
+    )
     return problem.smoothness + gap
 
 
@@ -185,7 +208,11 @@ def _time(steps: int, cost: float) -> tuple[int, float]:
 
 
 def _checked(
-    problem: Constants, alpha: Numbers, lr: Numbers, counts: tuple[Numbers, Numbers], smoothness: Numbers
+    problem: Constants,
+    alpha: Numbers,
+    lr: Numbers,
+    counts: tuple[Numbers, Numbers],
+    smoothness: Numbers,
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     for name in ("noise_growth", "peer_noise_growth"):
         check(name, getattr(problem, name), np.equal(getattr(problem, name), 0), "must be 0 here")
@@ -194,7 +221,13 @@ def _checked(
     check("every", every, np.greater_equal(every, 1), "must be at least 1")
     check("lr", lr, np.greater(lr, 0), "must be positive")
     limit = 1 / (2 * every * smoothness)
-    check("lr", lr, np.less_equal(lr, limit * (1 + 1e-9)), "must keep κ at most 1/2", f"take {np.min(limit):g}")
+    check(
+        "lr",
+        lr,
+        np.less_equal(lr, limit * (1 + 1e-9)),
+        "must keep κ at most 1/2",
+        f"take {np.min(limit):g}",
+    )
     return alpha, lr, steps, every
 
 

@@ -1,8 +1,10 @@
-"""Linear-Gaussian systems z ← M z + v + noise of covariance Q: many steps as one, with no simulation.
+"""Linear-Gaussian systems z ← M z + v + noise of covariance Q.
 
-The law of z after h steps given z now is Gaussian again, so that h steps are one `Transition`. Transitions
-compose, and composition is associative: equal steps are raised to a power by repeated squaring, unequal ones
-are multiplied pairwise, all pairs at once.
+Many steps as one, with no simulation.
+
+The law of z after h steps given z now is Gaussian again, so that h steps are one `Transition`.
+Transitions compose, and composition is associative: equal steps are raised to a power by repeated
+squaring, unequal ones are multiplied pairwise, all pairs at once.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +38,10 @@ class Transition:
 
     def moments(self, mean: FloatArray, covariance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the mean and covariance of the later state from those of the earlier one."""
-        return _apply(self.matrix, mean) + self.offset, _spread(self.matrix, covariance) + self.noise
+        return (
+            _apply(self.matrix, mean) + self.offset,
+            _spread(self.matrix, covariance) + self.noise,
+        )
 
     def sample(self, z: FloatArray, rng: np.random.Generator) -> FloatArray:
         """Draw later states from earlier ones, of shape (trials, …, k), exactly in law."""
@@ -82,7 +87,9 @@ def chain(steps: Transition) -> Transition:
         if count % 2:
             last = _rows(steps, slice(count - 1, count))
             names = ("matrix", "offset", "noise")
-            paired = Transition(*(np.concatenate([getattr(paired, n), getattr(last, n)]) for n in names))
+            paired = Transition(
+                *(np.concatenate([getattr(paired, n), getattr(last, n)]) for n in names)
+            )
         steps = paired
     return Transition(steps.matrix[0], steps.offset[0], steps.noise[0])
 
@@ -92,7 +99,9 @@ def square_root(covariance: FloatArray) -> FloatArray:
     rest, root = covariance.copy(), np.zeros_like(covariance)
     for j in range(covariance.shape[-1]):
         pivot = np.sqrt(np.maximum(rest[..., j, j], 0))[..., None]
-        column = np.divide(rest[..., :, j], pivot, out=np.zeros_like(rest[..., :, j]), where=pivot > 0)
+        column = np.divide(
+            rest[..., :, j], pivot, out=np.zeros_like(rest[..., :, j]), where=pivot > 0
+        )
         column[..., :j] = 0
         root[..., :, j] = column
         rest -= column[..., :, None] * column[..., None, :]

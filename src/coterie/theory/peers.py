@@ -11,7 +11,13 @@ from coterie.errors import KnobError
 from coterie.gradients.simplex import water_filling
 from coterie.theory.choices import averaging_cost, best_alpha, least_noise_alpha
 from coterie.theory.constants import Constants, Numbers, check, check_steps
-from coterie.theory.correction import Correction, best_beta, best_correction, correction_bound, correction_max_lr
+from coterie.theory.correction import (
+    Correction,
+    best_beta,
+    best_correction,
+    correction_bound,
+    correction_max_lr,
+)
 
 Array = NDArray[np.float64]
 
@@ -38,7 +44,9 @@ class Peers:
     def __post_init__(self) -> None:
         noise = np.atleast_1d(np.asarray(self.peer_noise, dtype=np.float64))
         if noise.ndim != 1 or not noise.size:
-            raise KnobError("`peer_noise` must hold one value for each peer; give at least one peer")
+            raise KnobError(
+                "`peer_noise` must hold one value for each peer; give at least one peer"
+            )
         for name in ("peer_noise", "bias_floor", "bias_growth", "hessian_gap"):
             each = np.broadcast_to(np.asarray(getattr(self, name), dtype=np.float64), noise.shape)
             object.__setattr__(self, name, each)
@@ -48,8 +56,8 @@ class Peers:
 
             σ_a² = Σ τ_k²σ_k²,   ζ² = Σ τ_kζ_k²,   m = Σ τ_km_k,   δ = Σ τ_kδ_k
 
-        All follow from the convexity of the norm and its square; max δ_k and Στ_kσ_k², of the peers with a weight,
-        are kept for `local_bound`. τ lies along the last axis; axes before it are
+        All follow from the convexity of the norm and its square; max δ_k and Στ_kσ_k², of the peers
+        with a weight, are kept for `local_bound`. τ lies along the last axis; axes before it are
         separate averages.
         """
         tau = np.asarray(tau, dtype=np.float64)
@@ -78,12 +86,13 @@ class Averaging(NamedTuple):
 def best_averaging(peers: Peers, steps: float, tau: ArrayLike | None = None) -> Averaging:
     """Return the α and τ with the least `averaging_cost`.
 
-    For m = 0 they are `best_tau` and then `best_alpha`. A growing bias has a price in τ too: where the derivatives
-    of the cost vanish, τ fills water over ζ_k² + m_kW with
+    For m = 0 they are `best_tau` and then `best_alpha`. A growing bias has a price in τ too: where
+    the derivatives of the cost vanish, τ fills water over ζ_k² + m_kW with
 
         W = 2Lσ²(α)/(μT(1 − α²m)²) + α²ζ²/(1 − α²m),
 
-    which is iterated from α = 0; the best pair of all iterations is returned. With a given τ, only α is chosen.
+    which is iterated from α = 0; the best pair of all iterations is returned. With a given τ, only
+    α is chosen.
 
     Example:
         >>> bias = {"bias_floor": [0, 0, 3], "bias_growth": [0, 90, 0]}
@@ -95,19 +104,27 @@ def best_averaging(peers: Peers, steps: float, tau: ArrayLike | None = None) -> 
     Reference: Appendix C.2, “Choice of the weights”, with m_k for each peer.
     """
     steps = float(check_steps(steps))
-    check("pl", peers.pl, np.greater(peers.pl, 0), "must be positive for a cost in terms of the loss")
+    check(
+        "pl", peers.pl, np.greater(peers.pl, 0), "must be positive for a cost in terms of the loss"
+    )
     price = peers.smoothness / (peers.pl * steps)
     growth, floor = np.asarray(peers.bias_growth), np.asarray(peers.bias_floor)
     tried: list[Averaging] = []
     left, worth = 1.0, 2 * price * peers.noise**2
     for _ in range(50 if tau is None and growth.any() else 1):
         bias = np.sqrt(floor**2 + growth * worth)
-        weights = water_filling(peers.peer_noise, bias, price / left) if tau is None else np.asarray(tau, float)
+        weights = (
+            water_filling(peers.peer_noise, bias, price / left)
+            if tau is None
+            else np.asarray(tau, float)
+        )
         problem = peers.constants(weights)
         alpha = float(best_alpha(problem, steps))
         tried.append(Averaging(alpha, weights, float(averaging_cost(problem, alpha, steps))))
         left = max(1 - alpha**2 * float(problem.bias_growth), 1e-9)
-        following = 2 * price * problem.variance(alpha) / left**2 + alpha**2 * problem.bias_floor**2 / left
+        following = (
+            2 * price * problem.variance(alpha) / left**2 + alpha**2 * problem.bias_floor**2 / left
+        )
         worth = (worth + float(following)) / 2  # halfway, so that the iteration does not oscillate
     return min(tried, key=lambda one: one.cost)
 
@@ -131,16 +148,17 @@ def best_corrected_peers(
 ) -> CorrectedPeers:
     """Return the peers for bias correction: those of smallest δ_k, as many as give the least bound.
 
-    More peers mean less noise, but their bias drifts faster the more their Hessians differ from user 0's. So peers
-    are added in the order of δ_k, with equal weights, and the number with the least bound is chosen. All numbers
-    are compared at one α, the largest of the least-noise ones; otherwise the bound would prefer few peers for the
-    small α they allow.
+    More peers mean less noise, but their bias drifts faster the more their Hessians differ from
+    user 0's. So peers are added in the order of δ_k, with equal weights, and the number with the
+    least bound is chosen. All numbers are compared at one α, the largest of the least-noise ones;
+    otherwise the bound would prefer few peers for the small α they allow.
 
     Args:
         peers: the constants.
         steps: T.
         alpha: α; the one of least noise when None.
-        lr: η; the best when None. One that is too large for the bound is lowered to the largest it allows.
+        lr: η; the best when None. One that is too large for the bound is lowered to the largest it
+            allows.
         tau: τ; when given, no peers are chosen.
         initial_error: E_0; see `correction_bound`.
         warm_up: how the bias estimate starts in a run; see `correction_bound`.
@@ -152,7 +170,8 @@ def best_corrected_peers(
         >>> best_corrected_peers(peers, steps=10_000).tau.tolist()
         [0.5, 0.0, 0.5]
 
-    Reference: Theorem 3, corrected; the paper asks for a mechanism that selects peers of small δ and gives none.
+    Reference: Theorem 3, corrected; the paper asks for a mechanism that selects peers of small δ
+        and gives none.
     """
     n = len(np.asarray(peers.peer_noise))
     ranks = np.argsort(np.argsort(np.asarray(peers.hessian_gap), kind="stable"))
@@ -163,7 +182,9 @@ def best_corrected_peers(
     start = {"initial_error": initial_error, "warm_up": warm_up}
     best = int(np.argmin(_knobs(problem, steps, common, lr, start).bound))
     problem = peers.constants(candidates[best])
-    knobs = _knobs(problem, steps, least_noise_alpha(problem) if alpha is None else alpha, lr, start)
+    knobs = _knobs(
+        problem, steps, least_noise_alpha(problem) if alpha is None else alpha, lr, start
+    )
     return CorrectedPeers(candidates[best], Correction(*map(float, knobs)))
 
 

@@ -1,4 +1,7 @@
-"""What the theory advises for a problem: each method at its best, by its bound; what a promise costs."""
+"""What the theory advises for a problem.
+
+Each method at its best, by its bound; what a promise costs.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,7 +12,14 @@ from coterie.privacy.privacy import Privacy
 from coterie.theory.choices import best_alpha
 from coterie.theory.constants import Constants, Numbers, check_steps
 from coterie.theory.correction import best_correction
-from coterie.theory.descent import Descent, alone, averaging, oracle, steps_alone, steps_alone_to_loss
+from coterie.theory.descent import (
+    Descent,
+    alone,
+    averaging,
+    oracle,
+    steps_alone,
+    steps_alone_to_loss,
+)
 from coterie.theory.peers import Peers, best_averaging, best_corrected_peers
 
 
@@ -17,8 +27,8 @@ from coterie.theory.peers import Peers, best_averaging, best_corrected_peers
 class Choice:
     """A method at its best knobs.
 
-    `bound` is on the expected excess loss f_0 − f_0* after the last step; for bias correction, whose theorem has no
-    such form, on its mean over the steps.
+    `bound` is on the expected excess loss f_0 − f_0* after the last step; for bias correction,
+    whose theorem has no such form, on its mean over the steps.
     """
 
     alpha: Numbers
@@ -26,7 +36,8 @@ class Choice:
     lr: Numbers  # constant
     bound: Numbers
     speedup: Numbers  # how many times more steps Alone needs, at its best, for a bound as low
-    alone_bound: Numbers | None = None  # for bias correction, Alone's bound on the mean over the steps
+    # for bias correction, Alone's bound on the mean over the steps
+    alone_bound: Numbers | None = None
 
 
 def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> dict[str, Choice]:
@@ -67,7 +78,8 @@ def plan(problem: Constants, steps: Numbers, alpha: Numbers | None = None) -> di
 def plan_for_peers(peers: Peers, steps: int) -> dict[str, Choice]:
     """Return the plan for peers that differ, each method with the peers that suit it.
 
-    Averaging takes the weights of `best_averaging`, bias correction the peers of `best_corrected_peers`.
+    Averaging takes the weights of `best_averaging`, bias correction the peers of
+    `best_corrected_peers`.
 
     Example:
         >>> peers = Peers(smoothness=1, pl=1, initial_gap=1, noise=1, peer_noise=[1, 1], bias_floor=[0, 9])
@@ -99,7 +111,8 @@ class Promise:
 
             s = z · clip · √d / B
 
-        B is the batch size and z the least noise, in multiples of `clip`, with which (ε, δ) last for all gradients.
+        B is the batch size and z the least noise, in multiples of `clip`, with which (ε, δ) last
+        for all gradients.
 
         Example:
             >>> privacy = Privacy(4.0, 1e-5, clip=1.0, noise=2.0)
@@ -120,11 +133,14 @@ class PromiseCost:
     worth: float  # how many plain peers one such peer is worth
     plain: Choice  # averaging with the same peers without a promise
     private: Choice
-    pays_from: int | None  # with so many such peers averaging is ahead of Alone; None where no number is enough
+    # with so many such peers averaging is ahead of Alone; None where no number is enough
+    pays_from: int | None
 
 
 def with_added_noise(problem: Constants, noise: float) -> Constants:
-    """Return the problem whose peers add unbiased noise of a standard deviation s: σ_k² + s² for σ_k².
+    """Return the problem whose peers add unbiased noise of a standard deviation s.
+
+    Σ_k² + s² for σ_k².
 
     Nothing else changes as long as little is clipped.
 
@@ -137,10 +153,13 @@ def with_added_noise(problem: Constants, noise: float) -> Constants:
     return replace(problem, peer_noise=np.hypot(own, noise))
 
 
-def promise_cost(problem: Constants, steps: int, promise: Promise, alpha: Numbers | None = None) -> PromiseCost:
+def promise_cost(
+    problem: Constants, steps: int, promise: Promise, alpha: Numbers | None = None
+) -> PromiseCost:
     """Return what the peers' promise costs, and from how many peers on it pays all the same.
 
-    A private peer is worth σ_k²/(σ_k² + s²) of a plain one: N of them have the variance of so many times N.
+    A private peer is worth σ_k²/(σ_k² + s²) of a plain one: N of them have the variance of so many
+    times N.
 
     Example:
         >>> problem = Constants(smoothness=1, pl=1, initial_gap=1, noise=1, n_peers=9)
@@ -159,7 +178,9 @@ def promise_cost(problem: Constants, steps: int, promise: Promise, alpha: Number
     return PromiseCost(noise, worth, plain, noisy, peers_needed(private, steps))
 
 
-def peers_needed(problem: Constants, steps: Numbers, speedup: float = PAYS, most: int = 10**9) -> int | None:
+def peers_needed(
+    problem: Constants, steps: Numbers, speedup: float = PAYS, most: int = 10**9
+) -> int | None:
     """Return the least number of peers with which averaging, at its best, is so much faster than Alone.
 
     None where `most` are not enough, because of their bias.
@@ -192,4 +213,6 @@ def _averaged(problem: Constants, steps: Numbers, alpha: Numbers | None = None) 
 def _choice(problem: Constants, descent: Descent, alpha: Numbers, steps: Numbers) -> Choice:
     lr = descent.best_loss_lr(steps)
     bound = descent.loss_bound(lr, steps)
-    return Choice(alpha=alpha, lr=lr, bound=bound, speedup=steps_alone_to_loss(problem, bound) / steps)
+    return Choice(
+        alpha=alpha, lr=lr, bound=bound, speedup=steps_alone_to_loss(problem, bound) / steps
+    )

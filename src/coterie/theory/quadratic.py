@@ -1,7 +1,8 @@
 """Noisy quadratics, where everything about the paper's rules is known exactly.
 
-f_k(x) = ½ a_k (x − x_k*)² in every coordinate, seen through gradients with Gaussian noise. Expected losses
-and stationary levels need no simulation, and sample paths are drawn at the recorded steps only.
+f_k(x) = ½ a_k (x − x_k*)² in every coordinate, seen through gradients with Gaussian noise. Expected
+losses and stationary levels need no simulation, and sample paths are drawn at the recorded steps
+only.
 """
 
 import itertools
@@ -43,15 +44,20 @@ class Law:
     curvature: FloatArray  # a_0, of shape (d,)
     start: Transition  # the law of the state before the first step, as a transition from anywhere
     transitions: Sequence[Transition]  # from each recorded step (at first the start) to the next
-    readings: Sequence[FloatArray]  # for each recorded step, the weights that read x − x_0* from the state
+    # for each recorded step, the weights that read x − x_0* from the state
+    readings: Sequence[FloatArray]
 
     def expected(self) -> Curve:
         """Return the exact expected loss and squared gradient at the recorded steps."""
         mean, covariance = self.start.offset, self.start.noise
         squares = np.empty((len(self.steps), len(self.curvature)))
-        for i, (transition, reading) in enumerate(zip(self.transitions, self.readings, strict=True)):
+        for i, (transition, reading) in enumerate(
+            zip(self.transitions, self.readings, strict=True)
+        ):
             mean, covariance = transition.moments(mean, covariance)
-            squares[i] = (mean @ reading) ** 2 + np.einsum("i,dij,j->d", reading, covariance, reading)
+            squares[i] = (mean @ reading) ** 2 + np.einsum(
+                "i,dij,j->d", reading, covariance, reading
+            )
         return Curve(self.steps, squares @ self.curvature / 2, squares @ self.curvature**2)
 
     def paths(self, trials: int = 100, seed: int = 0) -> FloatArray:
@@ -59,7 +65,9 @@ class Law:
         rng = np.random.default_rng(seed)
         z = self.start.sample(np.zeros((trials, *self.start.offset.shape)), rng)
         drawn = np.empty((trials, len(self.steps), len(self.curvature)))
-        for i, (transition, reading) in enumerate(zip(self.transitions, self.readings, strict=True)):
+        for i, (transition, reading) in enumerate(
+            zip(self.transitions, self.readings, strict=True)
+        ):
             z = transition.sample(z, rng)
             drawn[:, i] = z @ reading
         return drawn
@@ -67,18 +75,23 @@ class Law:
 
 @dataclass(frozen=True, eq=False)
 class NoisyQuadratic(QuadraticUsers):
-    """User 0 and its peers, each with a quadratic objective; diagonal in d coordinates, which add up.
+    """User 0 and its peers, each with a quadratic objective.
 
-    The peers are called "1", …, "N". Where only their average matters, give it as one peer, with noise σ/√N.
+    Diagonal in d coordinates, which add up.
+
+    The peers are called "1", …, "N". Where only their average matters, give it as one peer, with
+    noise σ/√N.
 
     Args:
         own: user 0's objective; its curvature must be positive.
         peers: the peers' objectives.
         x0: where training starts.
         x0_spread: the standard deviation of the start in each coordinate.
-        drift: the standard deviation of the step that all users' optima take together after every step, in
-            each coordinate (a random walk); losses are then those against the optimum of the moment.
-        exchange_every: K, how many steps user 0 takes for each exchange with its peers, as in `train`.
+        drift: the standard deviation of the step that all users' optima take together after every
+            step, in each coordinate (a random walk); losses are then those against the optimum of
+            the moment.
+        exchange_every: K, how many steps user 0 takes for each exchange with its peers, as in
+            `train`.
         local_steps: how many plain steps of size η every user takes for each, as in `train`.
 
     Example:
@@ -96,14 +109,17 @@ class NoisyQuadratic(QuadraticUsers):
     local_steps: int = 1
 
     def law(self, rule: Rule, lr: Knob, steps: Steps, *, average_from: int | None = None) -> Law:
-        """Return the law of a run at the recorded steps: what `expected` and `paths` both come from.
+        """Return the law of a run at the recorded steps.
+
+        What `expected` and `paths` both come from.
 
         Args:
             rule: `Alone`, `WeightedAveraging`, `BiasCorrection`, or what `oracle` returns.
-            lr: η, a number or a function of the step. With constant knobs the cost is O(log t), with
-                scheduled ones O(t).
+            lr: η, a number or a function of the step. With constant knobs the cost is O(log t),
+                with scheduled ones O(t).
             steps: the numbers of steps taken, in increasing order; 0 is the start.
-            average_from: after this step, judge the mean of the iterates since then instead of the last.
+            average_from: after this step, judge the mean of the iterates since then instead of the
+                last.
         """
         recorded = np.asarray(steps, dtype=np.int64)
         if recorded.ndim != 1 or (np.diff(recorded, prepend=0) < 0).any():
@@ -117,23 +133,36 @@ class NoisyQuadratic(QuadraticUsers):
             [dynamics.reading(step) for step in recorded.tolist()],
         )
 
-    def expected(self, rule: Rule, lr: Knob, steps: Steps, *, average_from: int | None = None) -> Curve:
-        """Return the exact expected loss and squared gradient after each number of steps; see `law`."""
+    def expected(
+        self, rule: Rule, lr: Knob, steps: Steps, *, average_from: int | None = None
+    ) -> Curve:
+        """Return the exact expected loss and squared gradient after each number of steps.
+
+        See `law`.
+        """
         return self.law(rule, lr, steps, average_from=average_from).expected()
 
     def stationary(self, rule: Rule, lr: float) -> float:
-        """Return the expected loss after infinitely many steps, at an exchange; infinite where none is reached."""
+        """Return the expected loss after infinitely many steps, at an exchange.
+
+        Infinite where none is reached.
+        """
         if self.spectral_radius(rule, lr) >= 1:
             return float("inf")
         step, curvature = self._dynamics(rule, lr).settled_step, self.vector(self.own.curvature)
         total = 0.0
-        for a, matrix, offset, noise in zip(curvature, step.matrix, step.offset, step.noise, strict=True):
+        for a, matrix, offset, noise in zip(
+            curvature, step.matrix, step.offset, step.noise, strict=True
+        ):
             mean = np.linalg.solve(np.eye(len(matrix)) - matrix, offset)
             total += a / 2 * float(mean[0] ** 2 + solve_discrete_lyapunov(matrix, noise)[0, 0])
         return total
 
     def spectral_radius(self, rule: Rule, lr: float) -> float:
-        """Return the spectral radius of the iteration in (x, c), per exchange: it converges to a level below 1."""
+        """Return the spectral radius of the iteration in (x, c), per exchange.
+
+        It converges to a level below 1.
+        """
         return float(np.abs(np.linalg.eigvals(self._dynamics(rule, lr).settled_step.matrix)).max())
 
     def max_lr(self, rule: Rule) -> float:
@@ -169,7 +198,8 @@ class NoisyQuadratic(QuadraticUsers):
     ) -> FloatArray:
         """Draw independent runs, exact in law, at the recorded steps only; see `law`.
 
-        They are x − x_0*, where x_0* may drift, of shape (trials, steps, d); `loss` turns them into losses.
+        They are x − x_0*, where x_0* may drift, of shape (trials, steps, d); `loss` turns them into
+        losses.
         """
         return self.law(rule, lr, steps, average_from=average_from).paths(trials, seed)
 
@@ -198,7 +228,9 @@ class NoisyQuadratic(QuadraticUsers):
             raise _not_exact(rule)
         work = self._local(rule, lr)
         own, own_variance = self.worked(self.own, *work)
-        curvature, pull, variance = self.average({} if isinstance(rule, Alone) else rule.weights(self.names), *work)
+        curvature, pull, variance = self.average(
+            {} if isinstance(rule, Alone) else rule.weights(self.names), *work
+        )
         every = self.exchange_every
         make = Dynamics if every == 1 else partial(HeldDynamics, every=every)
         alone = make(
@@ -217,23 +249,33 @@ class NoisyQuadratic(QuadraticUsers):
             case WeightedAveraging():
                 return replace(alone, alpha=decided("alpha", rule.alpha))
             case BiasCorrection():
-                alpha, beta, first = decided("alpha", rule.alpha), decided("beta", rule.beta), rule.start == "first"
+                alpha, beta, first = (
+                    decided("alpha", rule.alpha),
+                    decided("beta", rule.beta),
+                    rule.start == "first",
+                )
                 corrected = replace(alone, alpha=alpha, beta=beta, correction=rule.correction)
                 return replace(corrected, first=first, warm_up=rule.warm_up)
-            case OracleCorrection(bias=TrueBias() as oracle, tau=None):  # g_avg − c is an unbiased copy of g_0
+            # g_avg − c is an unbiased copy of g_0
+            case OracleCorrection(bias=TrueBias() as oracle, tau=None):
                 zeros = np.zeros(self.dim)
                 variance = variance + oracle.noise**2
-                return replace(alone, alpha=rule.alpha, gap=zeros, pull=zeros, peer_variance=variance)
+                return replace(
+                    alone, alpha=rule.alpha, gap=zeros, pull=zeros, peer_variance=variance
+                )
         raise _not_exact(rule)
 
     def _local(self, rule: Rule, lr: Knob) -> tuple[int, float]:
-        """Return how many local steps there are, and their size; a `KnobError` where nothing exact is known."""
+        """Return how many local steps there are, and their size.
+
+        A `KnobError` where nothing exact is known.
+        """
         if self.local_steps == 1:
             return 1, 0.0
         if callable(lr) or self.vector(self.drift).any() or isinstance(rule, OracleCorrection):
             raise KnobError(
-                "nothing exact is known of `local_steps` with a scheduled `lr`, a `drift` or an oracle; simulate "
-                "with `problem.engine()`"
+                "nothing exact is known of `local_steps` with a scheduled `lr`, a `drift` or an"
+                " oracle; simulate with `problem.engine()`"
             )
         return self.local_steps, float(lr)
 

@@ -1,4 +1,7 @@
-"""Users with quadratic objectives, and an engine of them: the ordinary rules on a problem solved exactly."""
+"""Users with quadratic objectives, and an engine of them.
+
+The ordinary rules on a problem solved exactly.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +43,10 @@ class Quadratic:
 
 @dataclass(frozen=True, eq=False)
 class QuadraticUsers:
-    """User 0 and its peers, called "1", …, "N", each with a quadratic objective; see `NoisyQuadratic`."""
+    """User 0 and its peers, called "1", …, "N", each with a quadratic objective.
+
+    See `NoisyQuadratic`.
+    """
 
     own: Quadratic
     peers: Sequence[Quadratic] = ()
@@ -85,16 +91,21 @@ class QuadraticUsers:
             variance = variance + tau**2 * noise
         return curvature, pull, variance
 
-    def worked(self, user: Quadratic, local_steps: int = 1, lr: float = 0.0) -> tuple[FloatArray, FloatArray]:
+    def worked(
+        self, user: Quadratic, local_steps: int = 1, lr: float = 0.0
+    ) -> tuple[FloatArray, FloatArray]:
         """Return curvature and variance of what stands for a user's gradient after K local steps of size η.
 
-        Σ_j g(x_j) = A (x − x*) + noise,   A = (1 − (1 − ηa)^K)/η,   variance σ² Σ_{j<K} (1 − ηa)^{2j}
+        Σ_j g(x_j) = A (x − x*) + noise,   A = (1 − (1 − ηa)^K)/η,   variance σ² Σ_{j<K} (1 −
+        ηa)^{2j}
         """
         a, variance = self.vector(user.curvature), self.vector(user.noise) ** 2
         if local_steps == 1:
             return a, variance
         kept = 1 - lr * a
-        return (1 - kept**local_steps) / lr, variance * sum(kept ** (2 * j) for j in range(local_steps))
+        return (1 - kept**local_steps) / lr, variance * sum(
+            kept ** (2 * j) for j in range(local_steps)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,14 +123,20 @@ class TrueBias:
         """Return the bias at x."""
         problem = self.problem
         if problem.vector(problem.drift).any():
-            raise KnobError("the oracle sees x, not the step, so it cannot follow a `drift`; use `expected`")
-        curvature, pull, _ = problem.average({name: 1 / len(problem.names) for name in problem.names})
+            raise KnobError(
+                "the oracle sees x, not the step, so it cannot follow a `drift`; use `expected`"
+            )
+        curvature, pull, _ = problem.average(
+            {name: 1 / len(problem.names) for name in problem.names}
+        )
         point = x.detach().cpu().double().numpy()
         own = problem.vector(problem.own.curvature)
         bias = (curvature - own) * (point - problem.vector(problem.own.optimum)) - pull
         if self.noise:
             digest = hashlib.blake2b(point.tobytes(), digest_size=8).digest()
-            bias = bias + self.noise * _normal(self.seed, "oracle", int.from_bytes(digest, "little"), problem.dim)
+            bias = bias + self.noise * _normal(
+                self.seed, "oracle", int.from_bytes(digest, "little"), problem.dim
+            )
         return x.new_tensor(bias)
 
 
@@ -127,8 +144,8 @@ class TrueBias:
 class QuadraticEngine:
     """A noisy quadratic as an engine: all users' gradients at a point, for the ordinary rules.
 
-    The noise of a gradient depends only on (seed, user, step). Equal coordinates are independent runs: with
-    d copies of a problem, one run is d trials.
+    The noise of a gradient depends only on (seed, user, step). Equal coordinates are independent
+    runs: with d copies of a problem, one run is d trials.
     """
 
     problem: QuadraticUsers
@@ -142,7 +159,9 @@ class QuadraticEngine:
         """The peers."""
         return self.problem.names
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         """Return user 0's gradient at x and the weighted sum of the peers', or each peer's in `rows`."""
         own = self._gradient("0", self.problem.own, x, step)
         loss = float(self.problem.loss(x.detach().cpu().double().numpy() - self.optimum(step)))
@@ -150,7 +169,10 @@ class QuadraticEngine:
             return Gradients(own=own, x=x, own_loss=loss)
         names = tuple(name for name in self.names if name in weights)
         each = torch.stack(
-            [self._gradient(name, self.problem.peers[self.names.index(name)], x, step) for name in names]
+            [
+                self._gradient(name, self.problem.peers[self.names.index(name)], x, step)
+                for name in names
+            ]
         )
         if rows:
             return Gradients(own=own, rows=each, names=names, x=x, own_loss=loss)
@@ -187,12 +209,17 @@ class QuadraticEngine:
 
     def _gradient(self, name: str, user: Quadratic, x: Tensor, step: int) -> Tensor:
         problem = self.problem
-        distance = x.detach().cpu().double().numpy() - problem.vector(user.optimum) - self._walk(step)
+        distance = (
+            x.detach().cpu().double().numpy() - problem.vector(user.optimum) - self._walk(step)
+        )
         noise = problem.vector(user.noise) * _normal(self.seed, name, step, problem.dim)
         return x.new_tensor(problem.vector(user.curvature) * distance + noise)
 
     def _walk(self, step: int) -> FloatArray:
-        """Return how far the optima have drifted; the last answer is kept, since steps mostly follow."""
+        """Return how far the optima have drifted.
+
+        The last answer is kept, since steps mostly follow.
+        """
         drift = self.problem.vector(self.problem.drift)
         if not drift.any():
             return np.zeros(self.problem.dim)

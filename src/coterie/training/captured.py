@@ -1,10 +1,13 @@
-"""Whole steps as one program: the host waits for the device once a block of steps, not at every step.
+"""Whole steps as one program.
 
-A step is the same work every time, except for a few numbers that are known beforehand: which examples are drawn,
-the rule's knobs, the step size. They are put in tables for a block of steps (`step_tables`). The rest (batches,
-passes, rule, optimizer, and the same for the guard's shadow) reads them there: on a GPU as a captured CUDA graph,
-on a CPU as it is. After the block the host reads the losses and whether all gradients were finite. If one was not,
-the block is undone and its steps are taken one by one, where peers are left out, counted and reported as usual.
+The host waits for the device once a block of steps, not at every step.
+
+A step is the same work every time, except for a few numbers that are known beforehand: which
+examples are drawn, the rule's knobs, the step size. They are put in tables for a block of steps
+(`step_tables`). The rest (batches, passes, rule, optimizer, and the same for the guard's shadow)
+reads them there: on a GPU as a captured CUDA graph, on a CPU as it is. After the block the host
+reads the losses and whether all gradients were finite. If one was not, the block is undone and its
+steps are taken one by one, where peers are left out, counted and reported as usual.
 """
 
 import math
@@ -35,7 +38,10 @@ class Captured:
         self._warm = self._undone = self._careful_until = 0
 
     def advance(self, most: int) -> list[float] | None:
-        """Take at most so many steps and return user 0's loss in each; None where the next is no such step."""
+        """Take at most so many steps and return user 0's loss in each.
+
+        None where the next is no such step.
+        """
         step = self.tables[0].at
         wanted = 0 if self.failed or step < self._careful_until else most
         n = min(table.known(wanted) for table in self.tables) if wanted else 0
@@ -120,6 +126,7 @@ def block_of(learner: Learner) -> Block | str:
 def warn_not_captured(why: str) -> None:
     """Say that steps are not captured, and why."""
     warnings.warn(
-        f"steps are taken one by one, not captured, which is slower: {why}; `capture=False` says the same",
+        f"steps are taken one by one, not captured, which is slower: {why}; `capture=False` says"
+        " the same",
         stacklevel=5,  # where `train` is called
     )

@@ -45,15 +45,19 @@ RULE = optional(
 
 
 def with_rule(spec: RunSpec) -> RunSpec:
-    """Return the run with the rule that None stands for; a method's run with plain SGD for its step size."""
+    """Return the run with the rule that None stands for.
+
+    A method's run with plain SGD for its step size.
+    """
     RULE("rule", spec.rule)
     _check_exchanges(spec)
     spec = replace(spec, rule=default_rule(spec)) if spec.rule is None else spec
     adaptive = isinstance(spec.rule, AdaptiveAveraging) and spec.rule.instead(spec) is None
     if adaptive and spec.norm_bound not in (None, FACTOR):
         raise KnobError(
-            "`norm_bound` as a number is for rules such as `WeightedAveraging`: `AdaptiveAveraging` leaves out "
-            "gradients more than 10 times as long as is usual; leave it out, or give None to leave out nothing"
+            "`norm_bound` as a number is for rules such as `WeightedAveraging`: `AdaptiveAveraging`"
+            " leaves out gradients more than 10 times as long as is usual; leave it out, or give"
+            " None to leave out nothing"
         )
     if not isinstance(spec.rule, Method):
         fitted = isinstance(spec.rule, Mixture) and spec.rule.instead(spec) is None
@@ -62,11 +66,13 @@ def with_rule(spec: RunSpec) -> RunSpec:
         raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
     if spec.norm_bound not in (None, FACTOR):
         raise KnobError(
-            "`norm_bound` is for gradients that a rule makes a direction of: leave it out; `FedAvg` takes a robust "
-            "`aggregator`"
+            "`norm_bound` is for gradients that a rule makes a direction of: leave it out; `FedAvg`"
+            " takes a robust `aggregator`"
         )
     if spec.optimizer not in (None, torch.optim.SGD):
-        raise KnobError("a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`")
+        raise KnobError(
+            "a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`"
+        )
     method = spec.rule.method if isinstance(spec.rule, Sampled) else spec.rule
     if isinstance(method, FineTuning) and method.rounds >= spec.steps:
         never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
@@ -74,15 +80,26 @@ def with_rule(spec: RunSpec) -> RunSpec:
     return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
 
 
-_OF_STEPS = ("lr", "steps", "optimizer", "scheduler", "clip_norm", "norm_bound", "exchange_every", "local_steps")
+_OF_STEPS = (
+    "lr",
+    "steps",
+    "optimizer",
+    "scheduler",
+    "clip_norm",
+    "norm_bound",
+    "exchange_every",
+    "local_steps",
+)
 _UNSET = {each.name: each.default for each in fields(RunSpec) if each.name in _OF_STEPS}
 
 
 def default_rule(spec: RunSpec) -> AdaptiveAveraging | Mixture:
-    """Return what a run follows where no rule is given: the closed form where it applies and no step is described.
+    """Return what a run follows where no rule is given.
 
-    Who sets a step size, an optimizer or a number of steps means gradient steps. Peers whose rows are not in this
-    process, or private, are asked for gradients.
+    The closed form where it applies and no step is described.
+
+    Who sets a step size, an optimizer or a number of steps means gradient steps. Peers whose rows
+    are not in this process, or private, are asked for gradients.
     """
     plain = all(getattr(spec, name) == default for name, default in _UNSET.items())
     here = spec.engine is InProcess and bool(spec.peers)
@@ -95,15 +112,21 @@ def _check_exchanges(spec: RunSpec) -> None:
         return
     if isinstance(spec.rule, Method):
         raise KnobError(
-            "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give its own knobs"
+            "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give"
+            " its own knobs"
         )
     if spec.local_steps > 1 and (spec.rule is None or isinstance(spec.rule, MakesLearner)):
         raise KnobError(
-            "adaptive averaging judges its peers by gradients, not by local steps: leave `local_steps` out for "
-            "`exchange_every`, or give a rule with its weights set, such as `WeightedAveraging`"
+            "adaptive averaging judges its peers by gradients, not by local steps: leave"
+            " `local_steps` out for `exchange_every`, or give a rule with its weights set, such as"
+            " `WeightedAveraging`"
         )
-    if spec.exchange_every > 1 and isinstance(spec.rule, Alone):  # which may be one of many rules that are compared
-        warnings.warn("`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=7)
+    if spec.exchange_every > 1 and isinstance(
+        spec.rule, Alone
+    ):  # which may be one of many rules that are compared
+        warnings.warn(
+            "`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=7
+        )
 
 
 def check(spec: RunSpec) -> None:
@@ -112,8 +135,8 @@ def check(spec: RunSpec) -> None:
         as_hook(hook)
     if _reduction(spec.loss) == "sum":
         raise ModelError(
-            'the loss adds up over the batch (`reduction="sum"`), so its size would depend on the batch size; use '
-            '`reduction="mean"`'
+            'the loss adds up over the batch (`reduction="sum"`), so its size would depend on the'
+            ' batch size; use `reduction="mean"`'
         )
     _check_classes(spec.me, spec)
     for part, held_out in (("validation", spec.me.validation), ("test", spec.me.test)):
@@ -121,7 +144,10 @@ def check(spec: RunSpec) -> None:
 
 
 def with_usable_peers(spec: RunSpec) -> RunSpec:
-    """Return the run without the peers that cannot be used, each told in a warning; an error where none is left."""
+    """Return the run without the peers that cannot be used, each told in a warning.
+
+    An error where none is left.
+    """
     kept, named = [], getattr(spec.rule, "tau", None) or {}
     for peer in spec.peers:
         try:
@@ -133,7 +159,9 @@ def with_usable_peers(spec: RunSpec) -> RunSpec:
                 raise
             warnings.warn(f"the peer {peer.name!r} is left out: {error}", stacklevel=4)
     if spec.peers and not kept:
-        raise DataError("no peer can be used: all are left out; give peers whose examples are like user 0's")
+        raise DataError(
+            "no peer can be used: all are left out; give peers whose examples are like user 0's"
+        )
     return replace(spec, peers=tuple(kept)) if len(kept) < len(spec.peers) else spec
 
 
@@ -157,8 +185,8 @@ def _check_numbers(spec: RunSpec, part: str, examples: Examples | None) -> None:
         output = spec.model(examples.inputs[bad].to(device))
     if isinstance(output, Tensor) and not bool(output.isfinite().all()):
         raise DataError(
-            f"the inputs of {spec.me.name!r} are NaN or infinite in {part} example {int(bad)}, and so is the "
-            "model's output; fill them in, or drop the example"
+            f"the inputs of {spec.me.name!r} are NaN or infinite in {part} example {int(bad)}, and"
+            " so is the model's output; fill them in, or drop the example"
         )
 
 
@@ -166,19 +194,26 @@ def _check_classes(user: User, spec: RunSpec) -> None:
     """Refuse a user whose examples are all of one class, or have no target that the loss does not ignore."""
     for examples in (user.examples, user.validation, user.test):
         targets = plain_targets(examples)
-        if targets is not None and is_over_classes(spec.loss) and bool((targets == ignored_class(spec.loss)).all()):
+        if (
+            targets is not None
+            and is_over_classes(spec.loss)
+            and bool((targets == ignored_class(spec.loss)).all())
+        ):
             raise DataError(
-                f"user {user.name!r} has a set whose targets are all {ignored_class(spec.loss)}, which the loss "
-                "ignores: nothing to learn from; leave it out, or give it targets"
+                f"user {user.name!r} has a set whose targets are all {ignored_class(spec.loss)},"
+                " which the loss ignores: nothing to learn from; leave it out, or give it targets"
             )
     targets = plain_targets(user.examples)
     if targets is not None and is_over_classes(spec.loss):
         targets = targets[targets != ignored_class(spec.loss)] if targets.ndim == 1 else targets
     if targets is None or targets.numel() > len(targets) or len(torch.unique(targets)) > 1:
         return
-    if targets.is_floating_point() and metrics_for(spec.loss).get("accuracy") is not binary_accuracy:
+    if (
+        targets.is_floating_point()
+        and metrics_for(spec.loss).get("accuracy") is not binary_accuracy
+    ):
         return  # numbers, not classes
     raise DataError(
-        f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which says "
-        "nothing about telling classes apart; give it examples of another, or leave it out"
+        f"user {user.name!r} has examples of one class only ({targets.flatten()[0].item()}), which"
+        " says nothing about telling classes apart; give it examples of another, or leave it out"
     )

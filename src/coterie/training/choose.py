@@ -28,7 +28,11 @@ def choose(
     """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
     if isinstance(spec.rule, MakesLearner):
         other = spec.rule.instead(spec)
-        return (spec.rule, configuration) if other is None else (other.rule, with_choice(configuration, other))
+        return (
+            (spec.rule, configuration)
+            if other is None
+            else (other.rule, with_choice(configuration, other))
+        )
     chooser = chooser_for(spec.rule)
     if chooser is None:
         return cast("Rule | Method", spec.rule), configuration
@@ -54,8 +58,8 @@ def with_estimates(
 ) -> Configuration:
     """Return a configuration with the constants at the start, or with why they are not measured.
 
-    Elsewhere gradients may have a price: only `anywhere` measures on an engine whose users are not in this process.
-    For `known` see `before_training`.
+    Elsewhere gradients may have a price: only `anywhere` measures on an engine whose users are not
+    in this process. For `known` see `before_training`.
     """
     if configuration.estimates or configuration.not_measured:
         return configuration
@@ -72,6 +76,8 @@ def with_estimates(
         why = f"every peer's gradient at once would take {held / 2**30:.1f} GiB"
         return replace(configuration, not_measured=why)
     try:
-        return replace(configuration, estimates=before_training(engine, spec, known=known).to_plain())
+        return replace(
+            configuration, estimates=before_training(engine, spec, known=known).to_plain()
+        )
     except DataError as error:
         return replace(configuration, not_measured=str(error))

@@ -1,14 +1,15 @@
 """The guard: never worse than alone, up to the reported validation error.
 
-No rule of averaging can promise that: a peer that sends plausible, slowly alternating drift beats every robust
-average. So user 0 also keeps a shadow, the same model trained alone, at the price of one more own gradient a
-step. Every so often the two are compared on held-out examples; where the collaborative learner is significantly
-worse it restarts from the shadow and listens to nobody for a while, twice as long each time; a method is not
-restarted. What is served is the better of the two.
+No rule of averaging can promise that: a peer that sends plausible, slowly alternating drift beats
+every robust average. So user 0 also keeps a shadow, the same model trained alone, at the price of
+one more own gradient a step. Every so often the two are compared on held-out examples; where the
+collaborative learner is significantly worse it restarts from the shadow and listens to nobody for a
+while, twice as long each time; a method is not restarted. What is served is the better of the two.
 
-Significantly: so much worse, on so few examples and seen so often, that of the runs whose peers do no harm chance
-restarts one in twenty at most. What the examples cannot show the guard does not see: a peer that holds copies of
-them can look better on them than it is.
+Significantly: so much worse, on so few examples and seen so often, that of the runs whose peers do
+    no harm chance
+restarts one in twenty at most. What the examples cannot show the guard does not see: a peer that
+holds copies of them can look better on them than it is.
 """
 
 import math
@@ -33,14 +34,18 @@ BY_CHANCE = 0.05
 class Guard:
     """A shadow with the learner's model, optimizer and batches that follows `Alone`, and comparisons with it.
 
-    `every` and `comparisons`: how many steps lie between two comparisons, and how many of those a run has.
+    `every` and `comparisons`: how many steps lie between two comparisons, and how many of those a
+    run has.
     """
 
-    def __init__(self, shadow: Learner, loss: Loss, held_out: Examples, every: int, comparisons: int) -> None:
+    def __init__(
+        self, shadow: Learner, loss: Loss, held_out: Examples, every: int, comparisons: int
+    ) -> None:
         self.shadow, self.loss, self.held_out, self.every = shadow, loss, held_out, every
         self.level = BY_CHANCE / comparisons  # the chances of all comparisons add up to no more
         self.restarts = 0
-        self.known: dict[nn.Module, Tensor] = {}  # held-out losses that were computed together with others
+        # held-out losses that were computed together with others
+        self.known: dict[nn.Module, Tensor] = {}
 
     def compare(self, ours: nn.Module, alone: nn.Module) -> tuple[float, float, float]:
         """Return held-out loss of ours less that of alone, its standard error, paired by example, and alone's."""
@@ -56,9 +61,14 @@ class Guard:
         """Compare the collaborative learner with the shadow, and restart it where it is significantly worse."""
         difference, error, alone = self.compare(learner.model, self.shadow.model)
         self.shadow.consider(alone)
-        if learner.can_restart and worse_by_chance(difference, error, len(self.held_out)) < self.level:
+        if (
+            learner.can_restart
+            and worse_by_chance(difference, error, len(self.held_out)) < self.level
+        ):
             self.restart(learner)
-        return GuardCheck(alone_loss=alone, difference=difference, error=error, restarts=self.restarts)
+        return GuardCheck(
+            alone_loss=alone, difference=difference, error=error, restarts=self.restarts
+        )
 
     def decide(
         self, model: nn.Module, best: dict[str, Any]
@@ -68,13 +78,20 @@ class Guard:
         if alone is None:
             return model, best, None
         difference, error, _ = self.compare(model, alone)
-        found: dict[str, Any] = {"difference": difference, "error": error, "alone_step": self.shadow.best["step"]}
+        found: dict[str, Any] = {
+            "difference": difference,
+            "error": error,
+            "alone_step": self.shadow.best["step"],
+        }
         if not best or self.shadow.best["loss"] < best["loss"]:
             return alone, self.shadow.best, GuardDecision(served="alone", **found)
         return model, best, GuardDecision(served="collaborative", **found)
 
     def alone(self) -> nn.Module | None:
-        """Return the best of the shadow, the model trained alone; None before the first comparison."""
+        """Return the best of the shadow, the model trained alone.
+
+        None before the first comparison.
+        """
         if not self.shadow.best:
             return None
         alone = copied(self.shadow.model)
@@ -99,8 +116,8 @@ class Guard:
 def worse_by_chance(difference: float, error: float, n: int) -> float:
     """Return how often chance alone shows a loss worse by as much on n examples, by Student's t, one-sided.
 
-    n differences have one sign by chance in one case of 2ⁿ, so that nothing is rarer. A loss that is not a number
-    is worse, not by chance.
+    n differences have one sign by chance in one case of 2ⁿ, so that nothing is rarer. A loss that
+    is not a number is worse, not by chance.
 
     Example:
         >>> round(worse_by_chance(0.2, 0.1, 31), 3), worse_by_chance(0.2, 0.001, 5)

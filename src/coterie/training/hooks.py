@@ -72,7 +72,9 @@ def as_hook(hook: HookLike) -> Hook:
         return hook
     if callable(hook) and not isinstance(hook, type):
         return _OnStep(hook)
-    raise KnobError(f"`hooks` must be functions of a `Step` or instances of `coterie.Hook`, got {hook!r}")
+    raise KnobError(
+        f"`hooks` must be functions of a `Step` or instances of `coterie.Hook`, got {hook!r}"
+    )
 
 
 def tell(hooks: Sequence[Hook], what: str, about: object) -> list[object]:
@@ -80,7 +82,9 @@ def tell(hooks: Sequence[Hook], what: str, about: object) -> list[object]:
     answers, failed = [], None
     for hook in hooks:
         try:
-            with blaming(f"the hook {describe(hook.function if isinstance(hook, _OnStep) else type(hook))}"):
+            with blaming(
+                f"the hook {describe(hook.function if isinstance(hook, _OnStep) else type(hook))}"
+            ):
                 answers.append(getattr(hook, what)(about))
         except UserCodeError as error:
             failed = failed or error
@@ -100,7 +104,10 @@ class _OnStep(Hook):
 
 
 class ProgressHook(Hook):
-    """Show every step in a progress bar, which the stack closes; None: when standard error is a terminal."""
+    """Show every step in a progress bar, which the stack closes.
+
+    None: when standard error is a terminal.
+    """
 
     every_step = False
 
@@ -109,7 +116,9 @@ class ProgressHook(Hook):
 
     def on_start(self, start: Start) -> None:
         """Say what a rule will cost that asks much, and open the bar."""
-        if isinstance(start.rule, TellsCost) and (sys.stderr.isatty() if self._wanted is None else self._wanted):
+        if isinstance(start.rule, TellsCost) and (
+            sys.stderr.isatty() if self._wanted is None else self._wanted
+        ):
             print(start.rule.cost_in_words(), file=sys.stderr)
         bar = progress_bar(self._wanted, type(start.rule).__name__, start.spec.steps)
         self._show = self._stack.enter_context(bar)

@@ -31,7 +31,10 @@ NOTHING_ASKED: Mapping[Learner, Answers | None] = MappingProxyType({})
 
 
 class TrainingLoop(ResumableRun):
-    """The steps of one run that is prepared, taken by a learner; `captured` are those of learner and shadow."""
+    """The steps of one run that is prepared, taken by a learner.
+
+    `captured` are those of learner and shadow.
+    """
 
     def __init__(
         self,
@@ -45,15 +48,18 @@ class TrainingLoop(ResumableRun):
     ) -> None:
         if isinstance(learner.scheduler, ReduceLROnPlateau) and spec.me.validation is None:
             raise KnobError(
-                f"`ReduceLROnPlateau` follows the validation loss, but {spec.me.name!r} has no validation set"
+                f"`ReduceLROnPlateau` follows the validation loss, but {spec.me.name!r} has no"
+                " validation set"
             )
         super().__init__(spec, learner, guard)
         self.save_every, self.captured = save_every, captured
         self.hooks = [as_hook(hook) for hook in hooks]
         self._on_step = [hook for hook in self.hooks if type(hook).on_step is not Hook.on_step]
         self._told_of_gradients = False
-        self.whole = True  # whether the state is that after a whole step, evaluated where that is due
-        self.first: Mapping[str, float] | None = None  # what the validation set says before the first step
+        # whether the state is that after a whole step, evaluated where that is due
+        self.whole = True
+        # what the validation set says before the first step
+        self.first: Mapping[str, float] | None = None
 
     def open(self, configuration: Configuration, claim: Claim | None, resume: bool) -> None:
         """Begin the record, or resume the run that was left in the folder that was claimed."""
@@ -61,7 +67,8 @@ class TrainingLoop(ResumableRun):
         record = self.resumed(out, configuration) if out and resume else None
         if record is None:
             check_free(out, resume)
-            self.first = self._validate()  # what fails on the validation set is told before anything is written
+            # what fails on the validation set is told before anything is written
+            self.first = self._validate()
             record = Record(configuration, out and out / "record.jsonl")
         self.begin(record)
 
@@ -72,7 +79,10 @@ class TrainingLoop(ResumableRun):
         tell(self.hooks, "on_start", start)
 
     def run(self, interrupted: Callable[[], bool]) -> Stopped | None:
-        """Take steps until all are taken, a hook ends the run, or Ctrl-C is pressed; return what ended it early."""
+        """Take steps until all are taken, a hook ends the run, or Ctrl-C is pressed.
+
+        Return what ended it early.
+        """
         try:
             return self._run(interrupted)
         except UserCodeError as error:
@@ -106,9 +116,15 @@ class TrainingLoop(ResumableRun):
         return self.learner.step % self.spec.every == 0 or self.learner.step == self.spec.steps
 
     def taken(
-        self, own_loss: float, left_out: Mapping[str, str], validation: Mapping[str, float] | None = None
+        self,
+        own_loss: float,
+        left_out: Mapping[str, str],
+        validation: Mapping[str, float] | None = None,
     ) -> bool:
-        """Evaluate, save and tell the hooks after a step, as is due; say whether a hook ends the run."""
+        """Evaluate, save and tell the hooks after a step, as is due.
+
+        Say whether a hook ends the run.
+        """
         step = self.learner.step
         point = self.evaluate(validation) if self.due else None
         self.whole = True
@@ -120,27 +136,41 @@ class TrainingLoop(ResumableRun):
         """Tell all hooks of the step that was taken; say whether one of them ends the run."""
         learner = self.learner
         best_loss = learner.best.get("loss")
-        step = Step(learner.step, own_loss, learner.weight, left_out, point, learner.model, best_loss, self.tau)
+        step = Step(
+            learner.step,
+            own_loss,
+            learner.weight,
+            left_out,
+            point,
+            learner.model,
+            best_loss,
+            self.tau,
+        )
         before = self._gradient_version()
         answers = tell(self._on_step, "on_step", step)
         if self._gradient_version() != before and not self._told_of_gradients:
             self._told_of_gradients = True
             warnings.warn(
-                "a hook has changed gradients after the step was taken, which has no effect; `clip_norm` cuts the "
-                "direction before it",
+                "a hook has changed gradients after the step was taken, which has no effect;"
+                " `clip_norm` cuts the direction before it",
                 stacklevel=2,
             )
         return True in [answer is True for answer in answers]
 
     def _gradient_version(self) -> int:
-        """Return how often the gradients in the model were changed in place; they are views of one vector."""
+        """Return how often the gradients in the model were changed in place.
+
+        They are views of one vector.
+        """
         gradients = (p.grad for p in self.learner.model.parameters())
         return next((gradient._version for gradient in gradients if gradient is not None), 0)
 
     def advance(
         self, most: int = 1, answers: Mapping[Learner, Answers | None] = NOTHING_ASKED
     ) -> tuple[float, Mapping[str, str]]:
-        """Take a step, or several if captured; return user 0's loss in the last, and who was left out and why.
+        """Take a step, or several if captured.
+
+        Return user 0's loss in the last, and who was left out and why.
 
         `answers`: to questions that were asked together with those of other runs.
         """
@@ -179,12 +209,17 @@ class TrainingLoop(ResumableRun):
             raise self._not_finite(step)
         self.whole = False
         step = self._take(step)
-        if alone is not None and alone.is_finite():  # steps of this size may suit a method, and be too long alone
+        if (
+            alone is not None and alone.is_finite()
+        ):  # steps of this size may suit a method, and be too long alone
             alone.take()
         return step
 
     def _take(self, step: NextStep) -> NextStep:
-        """Take a step and return it; where the rule's direction is not finite, one as of Alone, or an error."""
+        """Take a step and return it.
+
+        Where the rule's direction is not finite, one as of Alone, or an error.
+        """
         try:
             step.take()
         except GradientError as error:
@@ -210,7 +245,8 @@ class TrainingLoop(ResumableRun):
         """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
         learner = self.learner
         step, weight = learner.step, learner.weight  # as they are before the guard restarts the run
-        known = [loss for loss in self.losses if not math.isnan(loss)]  # not one: a batch had nothing to learn from
+        # not one: a batch had nothing to learn from
+        known = [loss for loss in self.losses if not math.isnan(loss)]
         own_loss = sum(known) / len(known) if known else None
         self.losses = []
         validation = validation or self._validate()
@@ -243,14 +279,25 @@ class TrainingLoop(ResumableRun):
         scores: list[dict[str, float]] = [{}, {}]
         try:
             if not broken:
-                scores = [evaluate(model, spec.loss, e, spec.metrics) if e is not None else {} for e in held_out]
+                scores = [
+                    evaluate(model, spec.loss, e, spec.metrics) if e is not None else {}
+                    for e in held_out
+                ]
         except UserCodeError as error:
             failed, stopped, broken = error, Stopped.USER_CODE, True
         end = self._end(stopped, seconds, scores, best.get("step", learner.step), decision)
         alone = learner.trained_alone() if self.guard is None else self.guard.alone()
         end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)
         self.folder.write("record", lambda: self.record.finish(end))
-        given = learner.state, learner.step, end.best_step, scores[1], stopped, learner.models(), alone
+        given = (
+            learner.state,
+            learner.step,
+            end.best_step,
+            scores[1],
+            stopped,
+            learner.models(),
+            alone,
+        )
         run = Run(model, self.record, *given, self.folder.unwritten())
         try:
             tell(self.hooks, "on_end", run)
@@ -300,24 +347,40 @@ class TrainingLoop(ResumableRun):
             run = self.finish(Stopped.USER_CODE, 0.0)
         except UserCodeError as second:  # the same code fails at the end too
             run = second.run
-        return UserCodeError(f"{error}, after {counted(self.learner.step, 'step')}; {self.folder.where()}", run)
+        return UserCodeError(
+            f"{error}, after {counted(self.learner.step, 'step')}; {self.folder.where()}", run
+        )
 
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""
         path, run = self.save(), self.finish(Stopped.PEER_LOST, 0.0)
-        where = f"saved in {path}; start everybody again and resume" if path else "in this error's `run`"
-        return PeerLost(f"{lost}. The state after {counted(self.learner.step, 'step')} is {where}", lost.peers, run)
+        where = (
+            f"saved in {path}; start everybody again and resume"
+            if path
+            else "in this error's `run`"
+        )
+        return PeerLost(
+            f"{lost}. The state after {counted(self.learner.step, 'step')} is {where}",
+            lost.peers,
+            run,
+        )
 
     def _not_finite(self, step: NextStep, of_rule: str | None = None) -> GradientError:
         """Save the state before this step, and return an error that says where it is."""
         path, run = self.save(), self.finish(Stopped.NOT_FINITE, 0.0)
         where = f"saved in {path}" if path else "in this error's `run`"
-        own = f"user 0's own gradient is not finite at step {self.learner.step} (loss {float(step.own_loss):.4g})"
+        own = (
+            f"user 0's own gradient is not finite at step {self.learner.step} (loss"
+            f" {float(step.own_loss):.4g})"
+        )
         remedy = (
-            f"Start again with a lower `lr`, or look for extreme values in the examples of {self.spec.me.name!r}"
+            "Start again with a lower `lr`, or look for extreme values in the examples of"
+            f" {self.spec.me.name!r}"
         )
         if of_rule is not None:
-            remedy = "Look at what the rule divides by, or for a peer whose gradients are very large"
+            remedy = (
+                "Look at what the rule divides by, or for a peer whose gradients are very large"
+            )
         return GradientError(f"{of_rule or own}; the state before it is {where}. {remedy}", run)
 
 

@@ -22,11 +22,20 @@ MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "not_measured", 
 
 def check_free(out: Path | None, resume: bool) -> None:
     """Refuse a folder that holds a run, unless it is to be resumed."""
-    if out and not resume and ((out / "record.jsonl").exists() or checkpoint.saved(out / "checkpoints")):
-        raise KnobError(f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another folder")
+    if (
+        out
+        and not resume
+        and ((out / "record.jsonl").exists() or checkpoint.saved(out / "checkpoints"))
+    ):
+        raise KnobError(
+            f"{out} already holds a run; resume it (`resume=True`, `--resume`), or name another"
+            " folder"
+        )
 
 
-def with_earlier_choice(configuration: Configuration, out: Path | None, resume: bool) -> Configuration:
+def with_earlier_choice(
+    configuration: Configuration, out: Path | None, resume: bool
+) -> Configuration:
     """Return the configuration with choice and constants of the run left in `out`, if all else is as it was."""
     check_free(out, resume)
     path = out and out / "record.jsonl"
@@ -51,7 +60,10 @@ class ResumableRun:
         self.record: Record
 
     def resumed(self, out: Path, configuration: Configuration) -> Record | None:
-        """Go on from the last checkpoint in a folder and return the record there; None where nothing was saved."""
+        """Go on from the last checkpoint in a folder and return the record there.
+
+        None where nothing was saved.
+        """
         saved, path = checkpoint.saved(out / "checkpoints"), out / "record.jsonl"
         if not saved:
             return None
@@ -88,23 +100,30 @@ class ResumableRun:
             "costs": _plain(self.learner.costs.by_user()),
         }
 
-    def load_state_dict(self, state: dict[str, Any], configuration: Configuration, path: Path) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], configuration: Configuration, path: Path
+    ) -> None:
         """Go on from a state; one of another run, or of something else, is a `CheckpointError`."""
         try:
             self._take_up(state, configuration, path)
-        except (AttributeError, LookupError, TypeError) as error:  # whole, but not made by `state_dict`
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+        ) as error:  # whole, but not made by `state_dict`
             raise CheckpointError(
-                f"the checkpoint {path} does not hold the state of a run ({error!r}); delete it, or name another "
-                "folder"
+                f"the checkpoint {path} does not hold the state of a run ({error!r}); delete it, or"
+                " name another folder"
             ) from error
 
     def _take_up(self, state: dict[str, Any], configuration: Configuration, path: Path) -> None:
         before = Configuration.from_plain(state["configuration"])
-        divided = {"steps"} if isinstance(self.spec.rule, MakesLearner) else set()  # which it plans by
+        # which it plans by
+        divided = {"steps"} if isinstance(self.spec.rule, MakesLearner) else set()
         for key, (then, now) in configuration.differences(before, MAY_DIFFER - divided).items():
             raise CheckpointError(
-                f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r}; "
-                "resume with the same settings, or name another folder"
+                f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r};"
+                " resume with the same settings, or name another folder"
             )
         try:
             self.learner.load_state_dict(state["learner"])
@@ -112,13 +131,14 @@ class ResumableRun:
                 self.guard.load_state_dict(state["guard"])
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint {path} is of another model: {error}; resume with the same model, or name another "
-                "folder"
+                f"the checkpoint {path} is of another model: {error}; resume with the same model,"
+                " or name another folder"
             ) from error
         if self.learner.step > self.spec.steps:
             raise CheckpointError(
-                f"the checkpoint {path} is of a run that has taken {self.learner.step} steps, more than `steps`, "
-                f"{self.spec.steps}; ask for at least as many, or name another folder"
+                f"the checkpoint {path} is of a run that has taken {self.learner.step} steps, more"
+                f" than `steps`, {self.spec.steps}; ask for at least as many, or name another"
+                " folder"
             )
         self.left_out, self.losses = state["left_out"], state["losses"]
         self.travelled = {name: Traffic(**each) for name, each in state["traffic"].items()}

@@ -36,7 +36,8 @@ class Step:
     point: Point | None  # what was recorded after this step, where something was
     model: nn.Module  # the model as it is now
     best_loss: float | None = None  # the least validation loss so far, where something is held out
-    tau: Callable[[], Mapping[str, float]] = dict  # gives each peer's share of the peers' weight, by name
+    # gives each peer's share of the peers' weight, by name
+    tau: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Run:
     state: State = field(repr=False)  # the rule's state after the last step
     step: int  # how many steps were taken
     best_step: int  # the step that `model` is of
-    test: Mapping[str, float]  # loss and metrics on the test set, evaluated once, when the run has ended
+    # loss and metrics on the test set, evaluated once, when the run has ended
+    test: Mapping[str, float]
     stopped: Stopped | None = None  # what ended the run early
     models: Mapping[str, nn.Module] = field(
         default_factory=dict, repr=False
@@ -57,7 +59,8 @@ class Run:
     alone: nn.Module | None = field(
         default=None, repr=False
     )  # the one trained alone beside it, with which the verdict compares
-    unwritten: str = ""  # what could not be written to `out`, and why; empty where all of the run is there
+    # what could not be written to `out`, and why; empty where all of the run is there
+    unwritten: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -66,20 +69,28 @@ class Run:
 
     def summary(self) -> str:
         """Return the run in a few lines of text, the verdict first."""
-        missing = [f"Not all of this run is in its folder: {self.unwritten}."] if self.unwritten else []
+        missing = (
+            [f"Not all of this run is in its folder: {self.unwritten}."] if self.unwritten else []
+        )
         return "\n".join([*summary(self.record, self.state.get("weight")), *missing])
 
     def plot(self, *quantities: str) -> Any:
-        """Return the curves of the record as a Matplotlib figure; the losses where nothing is named.
+        """Return the curves of the record as a Matplotlib figure.
 
-        Quantities are the columns of `run.record.frame()`; `run.plot().savefig("curves.png")` writes a file.
+        The losses where nothing is named.
+
+        Quantities are the columns of `run.record.frame()`; `run.plot().savefig("curves.png")`
+        writes a file.
         """
         from coterie.reporting.figures import curves
 
         return curves(self.record, quantities)
 
     def report(self, path: Path | str) -> Path:
-        """Write one HTML page: the verdict, whom the model listens to, the cost, details; and return its path."""
+        """Write one HTML page.
+
+        The verdict, whom the model listens to, the cost, details; and return its path.
+        """
         from coterie.reporting.run_page import write_run_page
 
         return write_run_page(Path(path), self.record, self.state.get("weight"))

@@ -1,4 +1,7 @@
-"""Set up a run whose specification is checked: the engine is opened, the learner and its guard are made."""
+"""Set up a run whose specification is checked.
+
+The engine is opened, the learner and its guard are made.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -32,19 +35,25 @@ from coterie.users.user import User
 
 
 def opened(spec: RunSpec, stack: ExitStack) -> Engine:
-    """Return the engine once it can give what the rule needs; one that is made here is closed with the stack."""
+    """Return the engine once it can give what the rule needs.
+
+    One that is made here is closed with the stack.
+    """
     engine = spec.engine
     if engine is InProcess:
         engine = partial(InProcess, forward_options=spec.forward_options)
     elif spec.forward_options != DEFAULT_FORWARD:
         raise KnobError(
-            "`forward_options` is for users in this process; leave `engine` out, or give them to the engine"
+            "`forward_options` is for users in this process; leave `engine` out, or give them to"
+            " the engine"
         )
     if callable(engine):
         users = spec.me, spec.peers
         engine = engine(spec.model, spec.loss, *users, batch_size=spec.batch_size, seed=spec.seed)
         if not hasattr(engine, "gradients"):
-            raise KnobError(f"`engine` must make an engine, got {shown(engine)}; see `coterie.Engine`")
+            raise KnobError(
+                f"`engine` must make an engine, got {shown(engine)}; see `coterie.Engine`"
+            )
         stack.callback(engine.close)
     check_rule(spec.rule, engine, spec.me.name)
     if spec.local_steps > 1 and not isinstance(spec.rule, Alone):
@@ -57,7 +66,8 @@ def check_rule(rule: Rule | Chooser | Method | MakesLearner, engine: Engine, me:
     whose = f"`{type(rule).__name__}`"
     if isinstance(rule, Method):
         if engine.capabilities.local_work and not engine.capabilities.own_points:
-            gradients_asked(rule, me, engine.names)  # one that needs more than peers elsewhere give is refused
+            # one that needs more than peers elsewhere give is refused
+            gradients_asked(rule, me, engine.names)
         else:
             require(engine, "own_points", whose)
     elif isinstance(rule, MakesLearner):
@@ -77,12 +87,17 @@ def configuration_of(
     clipped = "" if spec.clip_norm is None else f", clip_norm={spec.clip_norm:g}"
     held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
     steps = {each.name: getattr(spec, each.name) for each in fields(StepSettings)}
-    steps["lr"] = rates[0] if len(rates) == 1 else None  # of a run that is prepared the optimizer has it
+    # of a run that is prepared the optimizer has it
+    steps["lr"] = rates[0] if len(rates) == 1 else None
     return Configuration(
         rule=describe(spec.rule),
         alone=isinstance(spec.rule, Alone | OwnVariance),
-        optimizer=f"{type(spec.made_optimizer).__name__}(lr={'/'.join(f'{rate:g}' for rate in rates)}{clipped})",
-        parameter_groups=[{k: str(v) for k, v in group.items() if k != "params"} for group in groups],
+        optimizer=(
+            f"{type(spec.made_optimizer).__name__}(lr={'/'.join(f'{rate:g}' for rate in rates)}{clipped})"
+        ),
+        parameter_groups=[
+            {k: str(v) for k, v in group.items() if k != "params"} for group in groups
+        ],
         scheduler=describe(spec.scheduler),
         loss=describe(spec.loss),
         model=describe(spec.model),
@@ -100,20 +115,36 @@ def configuration_of(
 
 def frozen_part(spec: RunSpec) -> str:
     """Return a digest of the frozen parameters; empty where there are none."""
-    return "" if all(p.requires_grad for p in spec.model.parameters()) else frozen_digest(spec.model)
+    return (
+        "" if all(p.requires_grad for p in spec.model.parameters()) else frozen_digest(spec.model)
+    )
 
 
 def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]) -> Costs:
-    """Return where what is asked of the users is counted; `peers` has how many examples those have that tell."""
+    """Return where what is asked of the users is counted.
+
+    `peers` has how many examples those have that tell.
+    """
     size = spec.batch_size
     examples = {spec.me.name: _count(spec.me), **dict.fromkeys(names, size), **peers}
-    return Costs({name: size if isinstance(n, str) else min(size, n) for name, n in examples.items()})
+    return Costs(
+        {name: size if isinstance(n, str) else min(size, n) for name, n in examples.items()}
+    )
 
 
 def learner_of(
-    spec: RunSpec, rule: Followed, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
+    spec: RunSpec,
+    rule: Followed,
+    engine: Engine,
+    costs: Costs,
+    *,
+    guarded: bool,
+    forward_options: ForwardOptions,
 ) -> Learner:
-    """Return the learner of a run: of a rule, of a method, which takes rounds, or one of its own kind."""
+    """Return the learner of a run.
+
+    Of a rule, of a method, which takes rounds, or one of its own kind.
+    """
     if isinstance(rule, Method):
         return Rounds(spec, rule, _clients(spec, engine, costs))
     if isinstance(rule, MakesLearner):
@@ -134,7 +165,9 @@ def guard_mode(spec: RunSpec) -> tuple[bool, str]:
     if spec.guard == "off" or isinstance(spec.rule, Alone | OwnVariance):
         return False, "off"
     if not n and spec.guard == "held-out":
-        raise KnobError(f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples")
+        raise KnobError(
+            f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples"
+        )
     if not n:
         return False, "off: no validation examples" + _crossed(spec)
     return True, f"held-out: {n} validation examples"
@@ -156,10 +189,18 @@ def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Gu
     alone = replace(spec, model=model, optimizer=optimizer, peers=(), local_steps=own_steps)
     engine = alone.in_process(forward_options=forward_options)
     shadow = RuleLearner(alone, Alone(), engine, costs)
-    return Guard(shadow, spec.loss, cast("Examples", spec.me.validation), spec.every, 2 + spec.steps // spec.every)
+    return Guard(
+        shadow,
+        spec.loss,
+        cast("Examples", spec.me.validation),
+        spec.every,
+        2 + spec.steps // spec.every,
+    )
 
 
-def captured(capture: bool | None, learner: Learner, guard: Guard | None) -> tuple[Captured | None, str]:
+def captured(
+    capture: bool | None, learner: Learner, guard: Guard | None
+) -> tuple[Captured | None, str]:
     """Return the steps as one program where that is wanted and possible, and what a record should say of it."""
     if capture is False or (capture is None and not learner.x.is_cuda):
         return None, "off"
@@ -167,7 +208,9 @@ def captured(capture: bool | None, learner: Learner, guard: Guard | None) -> tup
     for each in [learner] if guard is None else [learner, guard.shadow]:
         block = block_of(each)
         if isinstance(block, str):
-            if capture or not isinstance(learner, Rounds):  # nobody asked to capture what never is: methods
+            if capture or not isinstance(
+                learner, Rounds
+            ):  # nobody asked to capture what never is: methods
                 warn_not_captured(block)
             return None, f"off: {block}"
         blocks.append(block)

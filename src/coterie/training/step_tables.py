@@ -1,4 +1,7 @@
-"""The steps of one learner: what is known beforehand lies in tables, the rest is the same work every time."""
+"""The steps of one learner.
+
+What is known beforehand lies in tables, the rest is the same work every time.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -16,14 +19,21 @@ from coterie.rules import Alone, Capturable, State
 
 
 class StepTables:
-    """The next steps of a learner: for each a row of indices of examples, and one of knobs and step sizes."""
+    """The next steps of a learner.
+
+    For each a row of indices of examples, and one of knobs and step sizes.
+    """
 
     def __init__(self, learner: RuleLearner) -> None:
         self.learner, self.engine = learner, require(learner.engine, "capture", "a captured step")
         self.device = learner.x.device
-        self.scheduler = None if isinstance(learner.scheduler, ReduceLROnPlateau) else learner.scheduler
-        self.counter = torch.zeros(1, dtype=torch.long, device=self.device)  # the row of the next step
-        self.total = learner.x.new_zeros(())  # of all directions: not finite if a gradient is not, or too long
+        self.scheduler = (
+            None if isinstance(learner.scheduler, ReduceLROnPlateau) else learner.scheduler
+        )
+        # the row of the next step
+        self.counter = torch.zeros(1, dtype=torch.long, device=self.device)
+        # of all directions: not finite if a gradient is not, or too long
+        self.total = learner.x.new_zeros(())
         self.indices, self.numbers = self.counter.new_zeros(0, 0), learner.x.new_zeros(0, 0)
         self.losses = learner.x.new_zeros(0)
         self.first = -1  # the step of the first row
@@ -74,7 +84,10 @@ class StepTables:
                 with blaming("the scheduler"):
                     self.scheduler.step()
         self._remember(state)
-        numbers, row = torch.tensor(rows, dtype=learner.x.dtype).reshape(n, -1), learner.step - self.first
+        numbers, row = (
+            torch.tensor(rows, dtype=learner.x.dtype).reshape(n, -1),
+            learner.step - self.first,
+        )
         if self.numbers.shape != (len(self.indices), numbers.shape[1]):
             self.numbers = learner.x.new_zeros(len(self.indices), numbers.shape[1])
         self.numbers[row : row + n].copy_(numbers)
@@ -88,12 +101,16 @@ class StepTables:
         numbers = self.numbers.index_select(0, self.counter)[0].unbind()
         drawn = self.indices.index_select(0, self.counter)[0]
         g = self.engine.gradients_of(learner.x, drawn, self.weights, rows=rule.needs_rows)
-        direction, state = rule.with_knobs(dict(zip(self.knobs, numbers, strict=False)))(g, learner.state)
+        direction, state = rule.with_knobs(dict(zip(self.knobs, numbers, strict=False)))(
+            g, learner.state
+        )
         for key, tensor in self.memory.items():
             if key in state:
                 tensor.copy_(state[key])
         self.total.add_(direction.sum())
-        if learner.bound is not None and self.weights:  # a block with what is too long is undone, too
+        if (
+            learner.bound is not None and self.weights
+        ):  # a block with what is too long is undone, too
             self.total.masked_fill_(learner.bound.exceeded(g), torch.nan)
         rates = numbers[len(self.knobs) :] if self.device.type == "cuda" else self.rates[taken]
         with at_rates(learner.optimizer, rates):
@@ -119,7 +136,9 @@ class StepTables:
         """Save what a block of steps changes, and return what undoes the block."""
         scheduler, groups = self.scheduler, self.learner.optimizer.param_groups
         tensors = [tensor.clone() for tensor in self._changed()]
-        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.learner.state.items()}
+        state = {
+            k: v.clone() if isinstance(v, Tensor) else v for k, v in self.learner.state.items()
+        }
         schedule = {} if scheduler is None else copy.deepcopy(scheduler.state_dict())
         rates = [group["lr"] for group in groups]
 
@@ -135,10 +154,19 @@ class StepTables:
         return restore
 
     def signature(self) -> object:
-        """Return what must stay the same for a graph to be used again: where tensors are, and numbers in it."""
+        """Return what must stay the same for a graph to be used again.
+
+        Where tensors are, and numbers in it.
+        """
         tensors = (*self._changed(), *self.memory.values(), self.indices, self.numbers, self.losses)
         settings = settings_of(self.learner.optimizer, scheduled=bool(self.scheduler))
-        return [t.data_ptr() for t in tensors], self.weights, self.listens, self.knobs, str(settings)
+        return (
+            [t.data_ptr() for t in tensors],
+            self.weights,
+            self.listens,
+            self.knobs,
+            str(settings),
+        )
 
     def _draw(self) -> None:
         """Let the tables hold the examples of the next step."""
@@ -157,7 +185,11 @@ class StepTables:
     def _remember(self, after: Mapping[str, Any]) -> None:
         """Let the rule's tensors lie where the steps look for them, and note its state after the block."""
         for key, value in self.learner.state.items():
-            if isinstance(value, Tensor) and key in self.memory and self.memory[key].shape == value.shape:
+            if (
+                isinstance(value, Tensor)
+                and key in self.memory
+                and self.memory[key].shape == value.shape
+            ):
                 self.memory[key].copy_(value)
             elif isinstance(value, Tensor):
                 self.memory[key] = value.clone()

@@ -1,4 +1,7 @@
-"""Trackers by name: hooks that are made for a run's folder. TensorBoard, MLflow, Weights & Biases, trackio."""
+"""Trackers by name: hooks that are made for a run's folder.
+
+TensorBoard, MLflow, Weights & Biases, trackio.
+"""
 
 import importlib
 import importlib.util
@@ -28,7 +31,10 @@ MAX_PARAMETER = 500
 
 
 def trackers_of(folder: Path, names: Sequence[str] | None) -> list[Hook]:
-    """Return the hooks that follow a run: those named; when None the usual one, where it is installed."""
+    """Return the hooks that follow a run.
+
+    Those named; when None the usual one, where it is installed.
+    """
     if names is None:
         names = [USUAL] if importlib.util.find_spec(USUAL) is not None else []
     return [TRACKERS[name](folder) for name in names]
@@ -47,7 +53,8 @@ class Tracker(Hook):
         self.works = importlib.util.find_spec(self.package) is not None
         if not self.works:
             raise KnobError(
-                f"this tracker needs {self.package!r}, which is not installed; `pip install {self.package}`"
+                f"this tracker needs {self.package!r}, which is not installed; `pip install"
+                f" {self.package}`"
             )
 
     def open(self, package: Any, configuration: Mapping[str, Any]) -> None:
@@ -61,7 +68,9 @@ class Tracker(Hook):
 
     def on_start(self, start: Start) -> None:
         """Open the run."""
-        self._attempt(lambda: self.open(importlib.import_module(self.package), start.configuration.to_plain()))
+        self._attempt(
+            lambda: self.open(importlib.import_module(self.package), start.configuration.to_plain())
+        )
 
     def on_evaluation(self, point: Point) -> None:
         """Add the point."""
@@ -111,7 +120,10 @@ class TensorBoard(Tracker):
 
 @register_tracker("mlflow")
 class MLflow(Tracker):
-    """Add the run to MLflow: where `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` say, or MLflow's defaults."""
+    """Add the run to MLflow.
+
+    Where `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` say, or MLflow's defaults.
+    """
 
     package = "mlflow"
 
@@ -120,24 +132,33 @@ class MLflow(Tracker):
         self._mlflow = package
         nested = package.active_run() is not None
         package.start_run(run_name=self.folder.name, nested=nested)
-        package.log_params({name: str(value)[:MAX_PARAMETER] for name, value in configuration.items()})
+        package.log_params(
+            {name: str(value)[:MAX_PARAMETER] for name, value in configuration.items()}
+        )
 
     def add(self, numbers: Mapping[str, float], step: int) -> None:
         """Add metrics."""
-        self._mlflow.log_metrics({_plain_name(name): float(v) for name, v in numbers.items()}, step=step)
+        self._mlflow.log_metrics(
+            {_plain_name(name): float(v) for name, v in numbers.items()}, step=step
+        )
 
     def close(self, summary: Mapping[str, Any], finished: bool) -> None:
         """Add metrics, the verdict as a tag and the record as an artifact; end the run."""
         numbers = {name: value for name, value in summary.items() if not isinstance(value, str)}
         self.add(numbers, int(summary["best_step"]))
-        self._mlflow.set_tags({name: value for name, value in summary.items() if isinstance(value, str)})
+        self._mlflow.set_tags(
+            {name: value for name, value in summary.items() if isinstance(value, str)}
+        )
         if (self.folder / "record.jsonl").exists():
             self._mlflow.log_artifact(str(self.folder / "record.jsonl"))
         self._mlflow.end_run("FINISHED" if finished else "KILLED")
 
 
 class _LikeWandb(Tracker):
-    """What Weights & Biases and trackio have in common: a run that numbers are logged to by step."""
+    """What Weights & Biases and trackio have in common.
+
+    A run that numbers are logged to by step.
+    """
 
     project: ClassVar[str]
     """The environment variable that names the project."""

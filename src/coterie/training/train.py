@@ -1,4 +1,7 @@
-"""Train one run (Algorithm 1, with any optimizer of `torch.optim`): set up, choose, take the steps, finish."""
+"""Train one run (Algorithm 1, with any optimizer of `torch.optim`).
+
+Set up, choose, take the steps, finish.
+"""
 
 import time
 from contextlib import ExitStack
@@ -27,11 +30,11 @@ from coterie.training.trackers import trackers_of
 def train(spec: RunSpec) -> Run:
     """Train a personal model for user 0 with its peers' gradients.
 
-    At every step all users compute a gradient at the same point, the rule makes a direction of them,
-    and the optimizer follows it (Algorithm 1). The model that is passed in is not changed; the one
-    returned shares its frozen parameters. Ctrl-C ends the run after the step it is in, with everything
-    saved; pressed twice it stops at once. Before the first step the theory's constants are measured, in
-    sixteen passes that change nothing; see docs/estimates.md.
+    At every step all users compute a gradient at the same point, the rule makes a direction of
+    them, and the optimizer follows it (Algorithm 1). The model that is passed in is not changed;
+    the one returned shares its frozen parameters. Ctrl-C ends the run after the step it is in, with
+    everything saved; pressed twice it stops at once. Before the first step the theory's constants
+    are measured, in sixteen passes that change nothing; see docs/estimates.md.
 
     Example:
         >>> import torch
@@ -82,8 +85,8 @@ def set_up(
 ) -> SetUpRun:
     """Set a run up: check, open the engine, claim the folder, choose, measure, make the learner and its guard.
 
-    `held` keeps the folder and the number of threads, `stack` the engine and the progress bar. Runs that start at
-    one point share `known`; see `before_training`.
+    `held` keeps the folder and the number of threads, `stack` the engine and the progress bar. Runs
+    that start at one point share `known`; see `before_training`.
     """
     folder = None if spec.out is None else Path(spec.out)
     check(spec)
@@ -102,13 +105,19 @@ def set_up(
     rule, configuration = choose(spec, engine, configuration, progress=spec.progress)
     if spec.measure is not False:
         everywhere = spec.measure is True
-        configuration = with_estimates(configuration, spec, engine, rule, anywhere=everywhere, known=known)
+        configuration = with_estimates(
+            configuration, spec, engine, rule, anywhere=everywhere, known=known
+        )
 
     costs = setup.costs_of(spec, engine.names, configuration.peers)
     by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself
     watch = setup.guard_of(spec, costs, spec.forward_options) if by_itself else None
-    learner = setup.learner_of(spec, rule, engine, costs, guarded=guarded, forward_options=spec.forward_options)
+    learner = setup.learner_of(
+        spec, rule, engine, costs, guarded=guarded, forward_options=spec.forward_options
+    )
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
-    loop = TrainingLoop(spec, learner, hooks, save_every=spec.save_every, guard=watch, captured=captured)
+    loop = TrainingLoop(
+        spec, learner, hooks, save_every=spec.save_every, guard=watch, captured=captured
+    )
     return SetUpRun(spec, loop, replace(configuration, capture=capture), claim)

@@ -16,7 +16,10 @@ from coterie.users.sampling import seeded
 from coterie.users.trees import NOTHING, Tree, device_of, leaves, mapped, n_rows
 
 Array: TypeAlias = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Mapping[str, Any]
-"""What one row an example can be had from: a tensor, an array, nested lists, or dicts and tuples of those."""
+"""What one row an example can be had from.
+
+A tensor, an array, nested lists, or dicts and tuples of those.
+"""
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of items: a pair (inputs, targets), or one dict."""
@@ -25,7 +28,11 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 def as_tree_pair(data: Any, whose: str) -> tuple[Tree, Tree]:
     """Return inputs and targets as nestings of tensors."""
     if not isinstance(data, tuple | list) or len(data) != 2:
-        kind = f"{type(data).__name__} of {len(data)}" if isinstance(data, tuple | list) else type(data).__name__
+        kind = (
+            f"{type(data).__name__} of {len(data)}"
+            if isinstance(data, tuple | list)
+            else type(data).__name__
+        )
         raise DataError(f"the examples of {whose} must be a pair (inputs, targets), got {kind}")
     inputs, targets = data
     made = as_tree(inputs, "inputs", whose)
@@ -35,7 +42,10 @@ def as_tree_pair(data: Any, whose: str) -> tuple[Tree, Tree]:
 
 
 def as_tree(values: Any, what: str, whose: str) -> Tree:
-    """Return a nesting of tensors: dicts and tuples as they are, and lists where they hold tensors."""
+    """Return a nesting of tensors.
+
+    Dicts and tuples as they are, and lists where they hold tensors.
+    """
     if isinstance(values, Mapping):
         return {key: as_tree(value, what, whose) for key, value in values.items()}
     if isinstance(values, tuple | list) and any(_has_rows(value) for value in values):
@@ -52,7 +62,9 @@ def collated(items: list[Any], collate: Collate | None, target: str | None) -> t
 
 
 def pair_of(item: Any, target: str | None) -> tuple[Any, Any]:
-    """Return input and target of an item: of a tuple the last is the target, of a dict that which `target` names.
+    """Return input and target of an item.
+
+    Of a tuple the last is the target, of a dict that which `target` names.
 
     Example:
         >>> pair_of({"ids": 1, "label": 2}, "label"), pair_of((1, 2, 3), None), pair_of({"ids": 1}, None)
@@ -62,11 +74,15 @@ def pair_of(item: Any, target: str | None) -> tuple[Any, Any]:
         if target is None:
             return item, None
         if target not in item:
-            raise DataError(f"an example has no {target!r}, its target; it has {', '.join(map(str, item))}")
+            raise DataError(
+                f"an example has no {target!r}, its target; it has {', '.join(map(str, item))}"
+            )
         return {key: value for key, value in item.items() if key != target}, item[target]
     if isinstance(item, tuple | list):
         *inputs, last = item
-        return (last, None) if not inputs else (inputs[0] if len(inputs) == 1 else tuple(inputs), last)
+        return (
+            (last, None) if not inputs else (inputs[0] if len(inputs) == 1 else tuple(inputs), last)
+        )
     return item, None
 
 
@@ -76,18 +92,21 @@ def _stacked(values: Sequence[Any]) -> Tree:
     columns = zip(*(tree_leaves(value, is_leaf=_is_numbers) for value in values), strict=True)
     try:
         made = [
-            default_collate([np.asarray(v) if isinstance(v, list) else v for v in column]) for column in columns
+            default_collate([np.asarray(v) if isinstance(v, list) else v for v in column])
+            for column in columns
         ]
     except (RuntimeError, TypeError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise DataError(
-            f"examples cannot be stacked: {why}; where their sizes differ, give `collate`, which makes a batch "
-            "of a list of examples"
+            f"examples cannot be stacked: {why}; where their sizes differ, give `collate`, which"
+            " makes a batch of a list of examples"
         ) from error
     for leaf, value in zip(made, plain, strict=True):
         if not isinstance(leaf, Tensor):
             raise DataError(f"an example holds {value!r}, which is no number; encode it as numbers")
-    return tree_unflatten([_default(leaf, value) for leaf, value in zip(made, plain, strict=True)], spec)
+    return tree_unflatten(
+        [_default(leaf, value) for leaf, value in zip(made, plain, strict=True)], spec
+    )
 
 
 def _default(tensor: Tensor, value: Any) -> Tensor:
@@ -121,15 +140,18 @@ def _as_tensor(values: Any, what: str, whose: str) -> Tensor:
     if isinstance(values, Tensor):
         if values.layout is not torch.strided or values.is_meta:
             kind = "on the meta device" if values.is_meta else f"{values.layout}"
-            raise DataError(f"the {what} of {whose} are {kind}; make them dense numbers first: `tensor.to_dense()`")
+            raise DataError(
+                f"the {what} of {whose} are {kind}; make them dense numbers first:"
+                " `tensor.to_dense()`"
+            )
         tensor = values.detach()
     else:
         try:
             tensor = torch.as_tensor(np.require(values, requirements=("C", "W")))
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the {what} of {whose} cannot be made a tensor: {error}; encode them as numbers, or give "
-                "`collate` where examples have unequal sizes"
+                f"the {what} of {whose} cannot be made a tensor: {error}; encode them as numbers,"
+                " or give `collate` where examples have unequal sizes"
             ) from error
         if tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
@@ -185,7 +207,10 @@ class InMemory:
 
 @dataclass(frozen=True, eq=False)
 class FromDataset:
-    """Examples read by index when they are needed: from a `torch.utils.data.Dataset`, or anything alike."""
+    """Examples read by index when they are needed.
+
+    From a `torch.utils.data.Dataset`, or anything alike.
+    """
 
     dataset: Dataset[Any]
     device: torch.device
@@ -225,7 +250,9 @@ class FromStream:
 
     def take(self, indices: Tensor) -> tuple[Tree, Tree]:
         """Refuse: a stream has no indices."""
-        raise DataError("a stream has no examples to take by index; hold some out as a set of their own")
+        raise DataError(
+            "a stream has no examples to take by index; hold some out as a set of their own"
+        )
 
     def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tree, Tree]:
         """Return a batch of new examples."""
@@ -243,19 +270,25 @@ class FromStream:
         return replace(self, device=device)
 
 
-def as_examples(data: Any, whose: str, collate: Collate | None = None, target: str | None = None) -> Examples:
+def as_examples(
+    data: Any, whose: str, collate: Collate | None = None, target: str | None = None
+) -> Examples:
     """Return examples from (inputs, targets), a data set or a stream's function, checked."""
     first = data[0] if isinstance(data, tuple) and data else data
     if isinstance(first, DataLoader):
         raise DataError(
-            f"{whose} has a DataLoader, but batches are drawn by (seed, user, step); give its data set: "
-            "`coterie.User.from_dataset(name, loader.dataset)`"
+            f"{whose} has a DataLoader, but batches are drawn by (seed, user, step); give its data"
+            " set: `coterie.User.from_dataset(name, loader.dataset)`"
         )
     if isinstance(first, Dataset) and first is not data:
-        raise DataError(f"{whose} has a data set for inputs; write `coterie.User.from_dataset(name, dataset)`")
+        raise DataError(
+            f"{whose} has a data set for inputs; write `coterie.User.from_dataset(name, dataset)`"
+        )
     if isinstance(data, Tensor | np.ndarray | str | bytes | Mapping):
         kind = type(data).__name__
-        raise DataError(f"the examples of {whose} must be a pair (inputs, targets) or a data set, got {kind}")
+        raise DataError(
+            f"the examples of {whose} must be a pair (inputs, targets) or a data set, got {kind}"
+        )
     if callable(data):
         return FromStream(data, torch.device("cpu"))
     if isinstance(data, TensorDataset) and collate is None:
@@ -266,8 +299,13 @@ def as_examples(data: Any, whose: str, collate: Collate | None = None, target: s
     if isinstance(data, tuple | list):
         examples: Examples = _in_memory(data, whose)
     else:
-        if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise DataError(f"the dataset of {whose} must have a length and be read by index (a map-style Dataset)")
+        if isinstance(data, IterableDataset) or not (
+            hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        ):
+            raise DataError(
+                f"the dataset of {whose} must have a length and be read by index (a map-style"
+                " Dataset)"
+            )
         examples = FromDataset(data, torch.device("cpu"), collate, target)
     if not len(examples):
         raise DataError(f"{whose} has no examples; leave it out, or give it some")
@@ -277,13 +315,18 @@ def as_examples(data: Any, whose: str, collate: Collate | None = None, target: s
 def from_columns(
     data: Any, whose: str, inputs: str | Sequence[str], target: str | None, collate: Collate | None
 ) -> Examples:
-    """Return examples from columns of a `datasets.Dataset`: in memory, or read by index for `collate`."""
+    """Return examples from columns of a `datasets.Dataset`.
+
+    In memory, or read by index for `collate`.
+    """
     wanted = [inputs] if isinstance(inputs, str) else list(inputs)
     named = [*wanted, *([target] if target else [])]
     missing = [column for column in named if column not in getattr(data, "column_names", ())]
     if missing or not wanted:
         there = ", ".join(getattr(data, "column_names", ())) or "none"
-        raise DataError(f"{whose} has no column {', '.join(missing) or 'of inputs'}; its columns are: {there}")
+        raise DataError(
+            f"{whose} has no column {', '.join(missing) or 'of inputs'}; its columns are: {there}"
+        )
     data = data.select_columns(named).with_format("torch")
     if collate is not None:
         return as_examples(data, whose, collate, target)
@@ -292,10 +335,15 @@ def from_columns(
         if not isinstance(values, Tensor):
             kind = type(values[0]).__name__ if len(values) else "nothing"
             raise DataError(
-                f"the column {column!r} of {whose} is not one tensor ({kind} in a row, perhaps of unequal sizes); "
-                "pad it to one size, encode it as numbers, or give `collate`, which makes a batch of a list of rows"
+                f"the column {column!r} of {whose} is not one tensor ({kind} in a row, perhaps of"
+                " unequal sizes); pad it to one size, encode it as numbers, or give `collate`,"
+                " which makes a batch of a list of rows"
             )
-    taken = columns[inputs] if isinstance(inputs, str) else {column: columns[column] for column in wanted}
+    taken = (
+        columns[inputs]
+        if isinstance(inputs, str)
+        else {column: columns[column] for column in wanted}
+    )
     return as_examples((taken, columns[target] if target else None), whose)
 
 
@@ -308,13 +356,17 @@ def _in_memory(data: Any, whose: str) -> InMemory:
         raise DataError(
             f"{whose} has {ours} inputs but {theirs} targets; give one target for each input"
             if len(counts[0]) == 1
-            else f"the inputs of {whose} have parts of {ours} rows; give each part a row an example (of a list of "
-            "examples make one tensor by `torch.stack`, or give `collate`)"
+            else (
+                f"the inputs of {whose} have parts of {ours} rows; give each part a row an example"
+                " (of a list of examples make one tensor by `torch.stack`, or give `collate`)"
+            )
         )
     for leaf in leaves(targets):
         if leaf.is_floating_point() and bool(leaf.isnan().any()):
             row = int(leaf.isnan().reshape(len(leaf), -1).any(1).nonzero()[0])
-            raise DataError(f"a target of {whose} is NaN (example {row}); drop the examples without a target")
+            raise DataError(
+                f"a target of {whose} is NaN (example {row}); drop the examples without a target"
+            )
     return InMemory(inputs, targets)
 
 

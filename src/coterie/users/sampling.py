@@ -1,4 +1,7 @@
-"""Random draws as a function of (seed, user, step): no generator state is carried from step to step."""
+"""Random draws as a function of (seed, user, step).
+
+No generator state is carried from step to step.
+"""
 
 import contextlib
 import hashlib
@@ -29,20 +32,28 @@ def uniform(seed: int, name: str, step: int) -> float:
 def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequence[int]) -> Tensor:
     """Draw the indices of one batch for each step and user at once, of shape (steps, users, batch).
 
-    The generator is counter-based (SplitMix64 of stream, step and position), so it has no state. `streams` are the
-    users' keys, from `random_key`; `sizes` their numbers of examples, each at least `batch`.
+    The generator is counter-based (SplitMix64 of stream, step and position), so it has no state.
+    `streams` are the users' keys, from `random_key`; `sizes` their numbers of examples, each at
+    least `batch`.
     """
     position = np.arange(batch)
-    counter = _mix(np.array(streams, np.uint64) + _GOLDEN * (np.array(steps, np.uint64)[:, None] + np.uint64(1)))
+    counter = _mix(
+        np.array(streams, np.uint64)
+        + _GOLDEN * (np.array(steps, np.uint64)[:, None] + np.uint64(1))
+    )
     bits = _mix(counter[..., None] + _GOLDEN * (position + 1).astype(np.uint64))
     uniform = (bits >> np.uint64(11)) * 2.0**-53
     length = np.array(sizes)[:, None]
     indices = ((position + uniform) * (length / batch)).astype(np.int64)
-    return torch.from_numpy(np.minimum(indices, length - 1))  # rounding may reach the end of a slice
+    # rounding may reach the end of a slice
+    return torch.from_numpy(np.minimum(indices, length - 1))
 
 
 MAX_STEPS_AHEAD = 64
-"""For how many steps indices are computed at a time, at most; what they are does not depend on it."""
+"""For how many steps indices are computed at a time, at most.
+
+What they are does not depend on it.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +67,13 @@ class BatchStream:
 
 
 class IndexTable:
-    """The examples that several users draw, a row for each step. This is where indices of batches are drawn.
+    """The examples that several users draw, a row for each step.
 
-    `places` are the columns where the users' batches begin, one after the other when None. `filled` is the row
-    before anything is drawn: it says what stands in columns that are nobody's. At most `max_entries` indices are
-    computed at a time.
+    This is where indices of batches are drawn.
+
+    `places` are the columns where the users' batches begin, one after the other when None. `filled`
+    is the row before anything is drawn: it says what stands in columns that are nobody's. At most
+    `max_entries` indices are computed at a time.
     """
 
     def __init__(
@@ -77,10 +90,16 @@ class IndexTable:
         self._sizes: list[tuple[list[BatchStream], Tensor, Tensor]] = []
         begins = ends[:-1] if places is None else places
         for size in sorted({stream.size for stream in streams if stream.size}):
-            same = [(stream, begin) for stream, begin in zip(streams, begins, strict=True) if stream.size == size]
+            same = [
+                (stream, begin)
+                for stream, begin in zip(streams, begins, strict=True)
+                if stream.size == size
+            ]
             alike, at = zip(*same, strict=True)
             columns = (torch.tensor(at)[:, None] + torch.arange(size)).flatten()
-            self._sizes.append((list(alike), columns, torch.tensor([stream.first for stream in alike])[:, None]))
+            self._sizes.append(
+                (list(alike), columns, torch.tensor([stream.first for stream in alike])[:, None])
+            )
         self._block: tuple[int, Tensor] | None = None
 
     def block(self, step: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Nestings of tensors: a tensor, or dicts, tuples and lists of them, with one row an example in each.
+"""Nestings of tensors.
+
+A tensor, or dicts, tuples and lists of them, with one row an example in each.
 
 Every function takes the short way where there is no nesting.
 """
@@ -39,7 +41,9 @@ def n_rows(tree: Tree) -> int:
 
 def has_rows(tree: Tree, n: int) -> bool:
     """Say whether everything in a nesting is a tensor of n rows, so that it can be cut and joined."""
-    return all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == n for leaf in leaves(tree))
+    return all(
+        isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == n for leaf in leaves(tree)
+    )
 
 
 def device_of(tree: Tree) -> torch.device:
@@ -70,7 +74,9 @@ def split(tree: Tree, lengths: Sequence[int]) -> list[Tree]:
         return list(torch.split(tree, list(lengths)))
     flat, spec = tree_flatten(tree)
     columns = [torch.split(leaf, list(lengths)) for leaf in flat]
-    return [tree_unflatten([column[part] for column in columns], spec) for part in range(len(lengths))]
+    return [
+        tree_unflatten([column[part] for column in columns], spec) for part in range(len(lengths))
+    ]
 
 
 def each_row(tree: Tree, n: int) -> list[Tree]:
@@ -100,7 +106,10 @@ def as_arguments(inputs: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def form(tree: Tree) -> tuple[Any, ...]:
-    """Return what nestings that can be joined have in common: their nesting, and shape and dtype of a row."""
+    """Return what nestings that can be joined have in common.
+
+    Their nesting, and shape and dtype of a row.
+    """
     if isinstance(tree, Tensor):
         return tree.shape[1:], tree.dtype
     flat, spec = tree_flatten(tree)
@@ -114,4 +123,9 @@ def described(tree: Tree) -> str:
         >>> described((torch.zeros(2, 3), {"mask": torch.zeros(2)}))
         "((2, 3), {'mask': (2,)})"
     """
-    return str(mapped(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__, tree))
+    return str(
+        mapped(
+            lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__,
+            tree,
+        )
+    )

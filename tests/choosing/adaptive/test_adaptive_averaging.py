@@ -26,14 +26,18 @@ from coterie.recording.costs import Traffic
 SETTINGS: dict[str, Any] = {"lr": 0.1, "steps": 60, "batch_size": 100, "progress": False}
 
 
-def adaptive(me: User, peers: Sequence[User], rule: AdaptiveAveraging | None = None, **changed: Any) -> coterie.Run:
+def adaptive(
+    me: User, peers: Sequence[User], rule: AdaptiveAveraging | None = None, **changed: Any
+) -> coterie.Run:
     torch.manual_seed(0)
     return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, rule, **(SETTINGS | changed))
 
 
 def alone(me: User, peers: Sequence[User], **changed: Any) -> coterie.Run:
     torch.manual_seed(0)
-    return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, coterie.Alone(), **(SETTINGS | changed))
+    return coterie.train(
+        nn.Linear(D, 1), mse_loss, me, peers, coterie.Alone(), **(SETTINGS | changed)
+    )
 
 
 def account(run: coterie.Run) -> Mapping[str, Any]:
@@ -57,14 +61,21 @@ def test_the_scale_of_the_targets_changes_nothing(scale: float) -> None:
     """From zero, plain steps on squares follow a power of 2 that scales the targets, to the last bit."""
 
     def trained(scale: float) -> coterie.Run:
-        me, *peers = [User(each.name, inputs, scale * targets) for each, (inputs, targets) in everyone]
+        me, *peers = [
+            User(each.name, inputs, scale * targets) for each, (inputs, targets) in everyone
+        ]
         model = nn.Linear(D, 1)
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-        return coterie.train(model, mse_loss, me, peers, optimizer=sgd, steps=40, batch_size=8, progress=False)
+        return coterie.train(
+            model, mse_loss, me, peers, optimizer=sgd, steps=40, batch_size=8, progress=False
+        )
 
-    everyone = [(each, each.examples.take(torch.arange(len(each)))) for each in (user("me", 12, TRUTH), *alike(3))]
+    everyone = [
+        (each, each.examples.take(torch.arange(len(each))))
+        for each in (user("me", 12, TRUTH), *alike(3))
+    ]
     plain, scaled = trained(1.0), trained(scale)
     assert account(plain)["path"] != "alone"
     for told in ("path", "tau", "looks"):
@@ -83,7 +94,8 @@ def test_copies_share_equally() -> None:
 def test_strangers_are_left_alone() -> None:
     me = user("me", 30, TRUTH, noise=0.1)
     strangers = [
-        user(f"stranger {k}", 60, 3 * torch.randn(D, generator=torch.Generator().manual_seed(k))) for k in range(5)
+        user(f"stranger {k}", 60, 3 * torch.randn(D, generator=torch.Generator().manual_seed(k)))
+        for k in range(5)
     ]
     run = adaptive(me, strangers, steps=100)
     assert distance(run) < distance(alone(me, strangers, steps=100)) + 0.1
@@ -112,9 +124,14 @@ def test_small_networks_and_classes() -> None:
 
     def writer(name: str, n: int, shift: int = 0) -> User:
         targets = torch.arange(n) % 3
-        return User(name, centres[targets] + torch.randn(n, D, generator=generator), (targets + shift) % 3)
+        return User(
+            name, centres[targets] + torch.randn(n, D, generator=generator), (targets + shift) % 3
+        )
 
-    me, peers = writer("me", 9), [writer("good", 60), writer("bad", 60, shift=1), writer("fine", 60)]
+    me, peers = (
+        writer("me", 9),
+        [writer("good", 60), writer("bad", 60, shift=1), writer("fine", 60)],
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 3))
     run = coterie.train(model, cross_entropy, me, peers, **SETTINGS)
@@ -170,8 +187,14 @@ def test_a_peer_that_is_not_finite_is_left_out() -> None:
     broken = User("broken", torch.full((20, D), torch.inf), torch.zeros(20, 1))
     run = adaptive(user("me", 10, TRUTH), [*alike(2), broken])
     assert run.record.end.left_out == {"broken": {"not finite": 30}}
-    half = User("infinite", torch.tensor([[torch.inf, 1.0, *[1.0] * (D - 2)]]).repeat(20, 1), torch.zeros(20, 1))
-    assert set(adaptive(user("me", 10, TRUTH), [*alike(2), half]).record.end.left_out["infinite"]) == {"not finite"}
+    half = User(
+        "infinite",
+        torch.tensor([[torch.inf, 1.0, *[1.0] * (D - 2)]]).repeat(20, 1),
+        torch.zeros(20, 1),
+    )
+    assert set(
+        adaptive(user("me", 10, TRUTH), [*alike(2), half]).record.end.left_out["infinite"]
+    ) == {"not finite"}
     assert "broken" not in account(run)["tau"]
     assert bool(Parameters(run.model).vector().isfinite().all())
     only = adaptive(user("me", 10, TRUTH), [broken])
@@ -194,7 +217,11 @@ def test_few_own_examples_are_enough(own: int) -> None:
 
 def test_paths_that_diverge_are_not_served() -> None:
     """With a step size that only the own examples survive, what is served is still finite."""
-    huge = User("huge", 100 * torch.randn(20, D, generator=torch.Generator().manual_seed(0)), torch.zeros(20, 1))
+    huge = User(
+        "huge",
+        100 * torch.randn(20, D, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(20, 1),
+    )
     run = adaptive(user("me", 12, TRUTH), [huge], optimizer=torch.optim.SGD, lr=0.05, steps=200)
     assert account(run)["path"] == "alone"
     assert bool(Parameters(run.model).vector().isfinite().all())
@@ -214,7 +241,9 @@ def test_what_is_told_is_what_a_fresh_test_gives(kind: str) -> None:
 
         apart = 0.3 if kind == "related" else 3.0
         me = one("me", 24, truth)
-        peers = [one(f"{k}", 50, truth + apart * torch.randn(D, generator=generator)) for k in range(8)]
+        peers = [
+            one(f"{k}", 50, truth + apart * torch.randn(D, generator=generator)) for k in range(8)
+        ]
         test = one("test", 2000, truth)
         run = adaptive(me, peers, steps=80, lr=0.05, measure=False)
         told.append(account(run)["crossed_loss"])
@@ -233,7 +262,9 @@ def test_budgets() -> None:
 
 def test_wrong_uses_are_named() -> None:
     for budget in (2, math.inf):
-        with pytest.raises(KnobError, match=f"be a finite number of runs, at least 3, or None, got {budget}"):
+        with pytest.raises(
+            KnobError, match=f"be a finite number of runs, at least 3, or None, got {budget}"
+        ):
             AdaptiveAveraging(budget=budget)
     assert not isinstance(AdaptiveAveraging(), coterie.Rule)  # it has no member that only raises
     with pytest.raises(KnobError, match="no peers"):
@@ -260,21 +291,33 @@ def test_wrong_uses_are_named() -> None:
 
 def test_what_it_will_cost_is_told_before(capsys: pytest.CaptureFixture[str]) -> None:
     users = [coterie.User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
-    spec = coterie.RunSpec(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:], steps=50)
+    spec = coterie.RunSpec(
+        torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:], steps=50
+    )
     before = [p.clone() for p in spec.model.parameters()]
-    thorough, cheap = (coterie.AdaptiveAveraging(budget).expected_cost(spec) for budget in (None, 3))
+    thorough, cheap = (
+        coterie.AdaptiveAveraging(budget).expected_cost(spec) for budget in (None, 3)
+    )
     assert (thorough.runs, thorough.own_runs) == (4.5, 6)
     assert (cheap.runs, cheap.own_runs) == (3, 4.5)
     assert "4.5 runs of the peers' gradients" in str(thorough)
-    few, one = (replace(spec, me=coterie.User("me", torch.randn(n, 2), torch.randn(n, 1))) for n in (5, 1))
+    few, one = (
+        replace(spec, me=coterie.User("me", torch.randn(n, 2), torch.randn(n, 1))) for n in (5, 1)
+    )
     assert coterie.AdaptiveAveraging().expected_cost(few).runs == 3.5  # two folds
     assert coterie.AdaptiveAveraging().expected_cost(one).runs == 0  # nothing to judge by: Alone
-    draws = coterie.User.stream("me", lambda size, seed, step: (torch.randn(size, 2), torch.randn(size, 1)))
+    draws = coterie.User.stream(
+        "me", lambda size, seed, step: (torch.randn(size, 2), torch.randn(size, 1))
+    )
     stream = coterie.AdaptiveAveraging().expected_cost(replace(spec, me=draws))
     assert (stream.runs, stream.seconds) == (1, stream.averaging_seconds)
     assert all(torch.equal(a, b) for a, b in zip(before, spec.model.parameters(), strict=True))
     how: dict[str, Any] = {"steps": 2, "progress": True}
-    for rule, told in ((None, "asks for 3"), (coterie.AdaptiveAveraging(3), "3 times"), (coterie.Alone(), "")):
+    for rule, told in (
+        (None, "asks for 3"),
+        (coterie.AdaptiveAveraging(3), "3 times"),
+        (coterie.Alone(), ""),
+    ):
         coterie.train(spec.model, spec.loss, users[0], users[1:], rule, **how)
         shown = capsys.readouterr().err
         assert told in shown
@@ -283,8 +326,17 @@ def test_what_it_will_cost_is_told_before(capsys: pytest.CaptureFixture[str]) ->
 
 def test_gradients_asked_are_those_expected() -> None:
     """The estimate of runs, against the gradients that the record counts."""
-    users = [coterie.User(name, torch.randn(30, 2), torch.randn(30, 1)) for name in ("me", "a", "b")]
+    users = [
+        coterie.User(name, torch.randn(30, 2), torch.randn(30, 1)) for name in ("me", "a", "b")
+    ]
     run = coterie.train(
-        torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, users[0], users[1:], steps=200, measure=False
+        torch.nn.Linear(2, 1),
+        torch.nn.functional.mse_loss,
+        users[0],
+        users[1:],
+        steps=200,
+        measure=False,
     )
-    assert run.record.end.account["cost"]["runs"] == pytest.approx(coterie.AdaptiveAveraging().plan.cost, abs=0.05)
+    assert run.record.end.account["cost"]["runs"] == pytest.approx(
+        coterie.AdaptiveAveraging().plan.cost, abs=0.05
+    )

@@ -33,13 +33,19 @@ def double(one: User) -> User:
         return tuple(each.double() for each in examples.take(torch.arange(len(examples))))
 
     return User(
-        one.name, *whole(one.examples), validation=None if one.validation is None else whole(one.validation)
+        one.name,
+        *whole(one.examples),
+        validation=None if one.validation is None else whole(one.validation),
     )
 
 
 def users(kind: str, held_out: int = 0, own: int = 15) -> tuple[User, list[User]]:
     truth = {"alike": TRUTH, "wrong": TRUTH, "strangers": -2 * TRUTH}[kind]
-    validation = user("held out", held_out, TRUTH).examples.take(torch.arange(held_out)) if held_out else None
+    validation = (
+        user("held out", held_out, TRUTH).examples.take(torch.arange(held_out))
+        if held_out
+        else None
+    )
     peers = [user(f"{kind} {k}", 20 + 10 * k, truth) for k in range(3)]
     if kind == "wrong":
         peers.append(user("contrary", 60, -TRUTH))
@@ -77,7 +83,10 @@ def test_it_is_the_twin_in_numpy(kind: str, held_out: int) -> None:
     counts = Resampled(folds, random_key(0, "me/resamples") % 2**63).counts.astype(float)
     torch.manual_seed(0)
     plain = [
-        tuple(t.squeeze(-1).numpy() if t.shape[-1] == 1 else t.numpy() for t in e.take(torch.arange(len(e))))
+        tuple(
+            t.squeeze(-1).numpy() if t.shape[-1] == 1 else t.numpy()
+            for t in e.take(torch.arange(len(e)))
+        )
         for e in (me.examples, *(peer.examples for peer in peers))
     ]
     validation = (np.zeros((0, D)), np.zeros(0))
@@ -85,7 +94,9 @@ def test_it_is_the_twin_in_numpy(kind: str, held_out: int) -> None:
         x, y = me.validation.take(torch.arange(held_out))
         validation = x.numpy(), y[:, 0].numpy()
     start = Parameters(nn.Linear(D, 1).double()).vector().numpy()
-    twin = trunk_and_branch(plain[0], plain[1:], validation, start, folds, counts=counts, steps=40, lr=0.05)
+    twin = trunk_and_branch(
+        plain[0], plain[1:], validation, start, folds, counts=counts, steps=40, lr=0.05
+    )
     account = run.record.end.account
     assert account["path"] == twin["path"]
     np.testing.assert_allclose(vector(run), twin["point"], atol=1e-6)
@@ -121,11 +132,17 @@ def small_batches() -> dict[str, Any]:
 
 def test_point_by_point_agrees_with_one_pass() -> None:
     me, peers = users("wrong", 9)
-    together, apart = (train(me, peers, engine=engine, **small_batches()) for engine in (InProcess, PointByPoint))
+    together, apart = (
+        train(me, peers, engine=engine, **small_batches()) for engine in (InProcess, PointByPoint)
+    )
     torch.testing.assert_close(vector(together), vector(apart), rtol=1e-7, atol=1e-8)
     one, other = (run.record.end.account for run in (together, apart))
     assert one["tau"] == pytest.approx(other["tau"], abs=1e-7)
-    assert (one["looks"], one["path"], one["cost"]) == (other["looks"], other["path"], other["cost"])
+    assert (one["looks"], one["path"], one["cost"]) == (
+        other["looks"],
+        other["path"],
+        other["cost"],
+    )
     costs = [run.record.end.costs for run in (together, apart)]
     assert costs[0] == costs[1]
 
@@ -142,9 +159,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_resuming_gives_the_same_bits(tmp_path: Path, kind: str, stop: int) -> None:
     me, peers = users("wrong", 9)
     halving = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.5)  # noqa: E731
-    asked: dict[str, Any] = {"batch_size": 4, "optimizer": OPTIMIZERS[kind], "lr": None, "scheduler": halving}
+    asked: dict[str, Any] = {
+        "batch_size": 4,
+        "optimizer": OPTIMIZERS[kind],
+        "lr": None,
+        "scheduler": halving,
+    }
     whole = train(me, peers, **asked)
-    train(me, peers, out=tmp_path, checkpoint_every=5, hooks=[lambda step: step.step == stop], **asked)
+    train(
+        me, peers, out=tmp_path, checkpoint_every=5, hooks=[lambda step: step.step == stop], **asked
+    )
     resumed = train(me, peers, out=tmp_path, resume=True, **asked)
     assert torch.equal(vector(whole), vector(resumed))
     assert whole.record.end.account == resumed.record.end.account
@@ -162,7 +186,9 @@ def test_what_is_served_early_is_the_best_so_far() -> None:
 def test_models_with_buffers_and_random_parts_train() -> None:
     me, peers = users("wrong", 20)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)
+    ).double()
     before = [buffer.clone() for buffer in model.buffers()]
     settings: dict[str, Any] = {"steps": 40, "lr": 0.03, "batch_size": 8, "progress": False}
     run, again = (coterie.train(model, mse_loss, me, peers, **settings) for _ in range(2))
@@ -177,14 +203,23 @@ def test_models_with_buffers_and_random_parts_train() -> None:
 def test_running_means_of_batch_norm_count_the_batches_of_their_own_copy() -> None:
     me, peers = users("wrong", 20)
     torch.manual_seed(0)
-    norm = nn.BatchNorm1d(8, momentum=None)  # the mean of all batches: it divides by how many there were
+    # the mean of all batches: it divides by how many there were
+    norm = nn.BatchNorm1d(8, momentum=None)
     model = nn.Sequential(nn.Linear(D, 8, bias=False), norm, nn.Linear(8, 1)).double()
-    settings: dict[str, Any] = {"steps": 40, "lr": 0.03, "batch_size": 8, "progress": False, "measure": False}
+    settings: dict[str, Any] = {
+        "steps": 40,
+        "lr": 0.03,
+        "batch_size": 8,
+        "progress": False,
+        "measure": False,
+    }
     run = coterie.train(model, mse_loss, me, peers, **settings)
     alone = [model.state_dict()]
 
     def note(step: Any) -> None:
-        alone.append({name: value.double() for name, value in copy.deepcopy(step.model).state_dict().items()})
+        alone.append(
+            {name: value.double() for name, value in copy.deepcopy(step.model).state_dict().items()}
+        )
 
     coterie.train(model, mse_loss, me, peers, coterie.Alone(), hooks=[note], **settings)
     looks = run.record.end.account["looks"]["alone"]
@@ -192,7 +227,9 @@ def test_running_means_of_batch_norm_count_the_batches_of_their_own_copy() -> No
     for name, value in run.alone.state_dict().items():
         looked = zip(looks["steps"], looks["frequencies"], strict=True)
         mean = torch.stack([f * alone[step][name] for step, f in looked]).sum(0)
-        torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=0.5 if "num_batches" in name else 1e-9)
+        torch.testing.assert_close(
+            value.double(), mean, rtol=1e-6, atol=0.5 if "num_batches" in name else 1e-9
+        )
 
 
 def test_batch_norm_takes_any_number_of_own_examples_that_parts_can_have() -> None:
@@ -220,7 +257,9 @@ class Turning:
 
 
 @pytest.mark.parametrize(("factor", "unheard"), [(-10, 0), (-1e4, 20), (1e30, 20)])
-def test_an_attacker_who_behaves_while_it_is_judged_is_survived(factor: float, unheard: int) -> None:
+def test_an_attacker_who_behaves_while_it_is_judged_is_survived(
+    factor: float, unheard: int
+) -> None:
     me, peers = users("alike", own=8)
     peers = [*peers, *(double(user(f"late {k}", 40, TRUTH)) for k in range(2))]
 
@@ -236,7 +275,9 @@ def test_an_attacker_who_behaves_while_it_is_judged_is_survived(factor: float, u
 
 @pytest.mark.parametrize("factor", [100, -1e6, 1e30])
 @pytest.mark.parametrize("first", [0, 5])
-def test_a_peer_that_sends_far_more_than_the_others_costs_no_gain(factor: float, first: int) -> None:
+def test_a_peer_that_sends_far_more_than_the_others_costs_no_gain(
+    factor: float, first: int
+) -> None:
     """Neither from the first step on nor between two Gram matrices: what is served is what the others give."""
     me, peers = users("alike", own=8)
     loud = double(user("loud", 40, TRUTH))
@@ -244,7 +285,8 @@ def test_a_peer_that_sends_far_more_than_the_others_costs_no_gain(factor: float,
     def attacked(*given: Any, **options: Any) -> Attacked:
         return Attacked(InProcess(*given, **options), ["loud"], Turning(first, factor))
 
-    adam = {"optimizer": torch.optim.Adam}  # which does not forget a huge gradient for a thousand steps
+    # which does not forget a huge gradient for a thousand steps
+    adam = {"optimizer": torch.optim.Adam}
     survived, alone = (
         train(me, [*peers, loud], engine=attacked, **adam),
         train(me, peers, rule=coterie.Alone(), **adam),
@@ -260,7 +302,9 @@ def test_a_loud_peer_costs_no_gain_where_numbers_of_examples_are_not_known() -> 
 
     def stream(name: str, scale: float) -> User:
         def draw(size: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = torch.randn(size, D, generator=torch.Generator().manual_seed((seed + step) % 2**63)).double()
+            inputs = torch.randn(
+                size, D, generator=torch.Generator().manual_seed((seed + step) % 2**63)
+            ).double()
             return scale * inputs, inputs @ TRUTH.double()[:, None]
 
         return User.stream(name, draw)
@@ -279,7 +323,8 @@ def test_a_trunk_follows_no_sum_that_is_longer_than_peers_may_send() -> None:
             made.append(super().learner(*given, **options))
             return made[-1]
 
-    train(*users("alike"), rule=Watched(budget=3), hooks=[lambda step: True])  # one step of one trunk and pooled
+    # one step of one trunk and pooled
+    train(*users("alike"), rule=Watched(budget=3), hooks=[lambda step: True])
     learner = made[-1]
     learner.longest.fill_(2.0)
     sums, own = torch.zeros_like(learner.peers.x), torch.ones_like(learner.alone.x)
@@ -294,8 +339,12 @@ def test_a_peer_that_is_missing_now_and_then_is_left_out_of_those_steps() -> Non
     me, peers = users("wrong", own=8)
 
     class Absent(PointByPoint):
-        def gradients(self, x: torch.Tensor, step: int, weights: dict[str, float], rows: bool = False) -> Any:
-            there = {name: weight for name, weight in weights.items() if name != "wrong 1" or step % 3}
+        def gradients(
+            self, x: torch.Tensor, step: int, weights: dict[str, float], rows: bool = False
+        ) -> Any:
+            there = {
+                name: weight for name, weight in weights.items() if name != "wrong 1" or step % 3
+            }
             g = self.engine.gradients(x, step, there, rows=True)
             lost = {name: "no answer" for name in weights if name not in there}
             assert g.rows is not None
@@ -319,12 +368,17 @@ class Meddled(PointByPoint):
 
     sent: Callable[[str, torch.Tensor, int], torch.Tensor | None]
 
-    def gradients(self, x: torch.Tensor, step: int, weights: dict[str, float], rows: bool = False) -> Any:
+    def gradients(
+        self, x: torch.Tensor, step: int, weights: dict[str, float], rows: bool = False
+    ) -> Any:
         g = self.engine.gradients(x, step, weights, rows=True)
         if not weights:
             return replace(g, rows=None)
         assert g.rows is not None
-        made = {name: type(self).sent(name, row, step) for name, row in zip(g.names, g.rows, strict=True)}
+        made = {
+            name: type(self).sent(name, row, step)
+            for name, row in zip(g.names, g.rows, strict=True)
+        }
         there = {name: row for name, row in made.items() if row is not None}
         lost = {name: "no answer" for name in weights if name not in there}
         matrix = torch.stack(list(there.values())) if there else x.new_zeros(0, len(x))
@@ -371,9 +425,15 @@ def test_where_the_guard_serves_alone_everything_says_so(tmp_path: Path) -> None
     end = run.record.end
     assert end.guard is not None
     assert (end.guard.served, end.account["path"], end.account["tau"]) == ("alone", "alone", {})
-    assert end.account["sentence"] == "the model trained alone is served: its loss is lower on 1 validation example"
+    assert (
+        end.account["sentence"]
+        == "the model trained alone is served: its loss is lower on 1 validation example"
+    )
     assert not {"crossed_loss", "difference"} & set(end.account)
-    assert "on 1 validation example the collaborative model was not better (loss +" in run.verdict.sentence
+    assert (
+        "on 1 validation example the collaborative model was not better (loss +"
+        in run.verdict.sentence
+    )
     assert "inf" not in run.verdict.sentence
     assert "trained without peers; " in run.summary()
     page = run.report(tmp_path / "page.html").read_text()
@@ -399,7 +459,9 @@ def test_a_page_has_no_section_of_nothing(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_fails_is_named() -> None:
-    with pytest.raises(UserCodeError, match="the optimizer raised RuntimeError: SparseAdam does not support dense"):
+    with pytest.raises(
+        UserCodeError, match="the optimizer raised RuntimeError: SparseAdam does not support dense"
+    ):
         train(*users("alike"), optimizer=torch.optim.SparseAdam)
 
 

@@ -27,7 +27,10 @@ def test_folds_are_even_in_size_and_in_targets() -> None:
     assert not torch.equal(fold, split(me, 3, seed=2))
     assert torch.equal(fold, split(me, 3, seed=1))
     numbers = User("me", torch.zeros(20, 1), torch.linspace(0, 1, 20)[:, None])
-    means = [numbers.examples.take((split(numbers, 4, 0) == q).nonzero().flatten())[1].mean() for q in range(4)]
+    means = [
+        numbers.examples.take((split(numbers, 4, 0) == q).nonzero().flatten())[1].mean()
+        for q in range(4)
+    ]
     assert max(means) - min(means) < 0.2
     short = User(
         "me", torch.zeros(20, 1), torch.linspace(0, 1, 20)[:, None].bfloat16()
@@ -61,9 +64,19 @@ def test_burmans_correction_is_for_least_squares(loss: Any, squared: bool) -> No
         (functional.cross_entropy, 3, torch.arange(8) % 3, True),
         (nn.CrossEntropyLoss(weight=torch.ones(3), reduction="none"), 3, torch.arange(8) % 3, True),
         (nn.BCEWithLogitsLoss(), 1, torch.arange(8.0)[:, None] % 2, True),
-        (per_example(nn.BCEWithLogitsLoss(reduction="none")), 1, torch.arange(8.0)[:, None] % 2, True),
+        (
+            per_example(nn.BCEWithLogitsLoss(reduction="none")),
+            1,
+            torch.arange(8.0)[:, None] % 2,
+            True,
+        ),
         (functional.mse_loss, 1, torch.arange(8.0)[:, None], False),
-        (per_example(lambda output, target: (output - target).abs()), 1, torch.arange(8.0)[:, None], False),
+        (
+            per_example(lambda output, target: (output - target).abs()),
+            1,
+            torch.arange(8.0)[:, None],
+            False,
+        ),
     ],
 )
 def test_looks_are_chosen_by_a_bounded_distance_where_the_loss_is_that_of_a_probability(

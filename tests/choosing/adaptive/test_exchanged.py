@@ -43,7 +43,13 @@ def users(own: int = 12, *, late: int = 0) -> tuple[User, list[User]]:
 
 def train(me: User, peers: Sequence[User], **changed: Any) -> coterie.Run:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"lr": 0.1, "steps": STEPS, "batch_size": 10, "measure": False, "progress": False}
+    settings: dict[str, Any] = {
+        "lr": 0.1,
+        "steps": STEPS,
+        "batch_size": 10,
+        "measure": False,
+        "progress": False,
+    }
     return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, **(settings | changed))
 
 
@@ -82,7 +88,9 @@ def test_a_step_is_one_exchange_and_the_run_is_that_in_process(where: str) -> No
     cost = elsewhere.account["cost"]
     assert cost["rows"] == inside.account["cost"]["rows"] == 15 * 3
     assert cost["messages"] == sum(each.messages for each in elsewhere.traffic.values())
-    assert cost["bytes"] == elsewhere.traffic["me"].bytes_sent + elsewhere.traffic["me"].bytes_received
+    assert (
+        cost["bytes"] == elsewhere.traffic["me"].bytes_sent + elsewhere.traffic["me"].bytes_received
+    )
 
 
 def test_peers_that_give_sums_only_are_weighed_by_sketches() -> None:
@@ -102,7 +110,8 @@ def test_sketches_find_the_same_weights_on_digits() -> None:
     task = coterie.data.digits_by_writer(me=3, own_examples=30)
     peers = [*task.peers[:3], coterie.attacks.flip_labels(task.peers[4], 10)]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))  # 2,410 numbers
+    # 2,410 numbers
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}
     with processes.torch_distributed() as engine:
         run = coterie.train(model, cross_entropy, task.me, peers, engine=engine, **options)
@@ -139,12 +148,19 @@ class Absent(LocalSites):
     """Sites of which one, or as many as are told, are silent in some steps."""
 
     def __init__(
-        self, peers: Sequence[User], silent: Callable[[int], bool], who: Sequence[str] = ("alike 1",)
+        self,
+        peers: Sequence[User],
+        silent: Callable[[int], bool],
+        who: Sequence[str] = ("alike 1",),
     ) -> None:
-        super().__init__({peer.name: Peer(peer, Passes(nn.Linear(D, 1), mse_loss)) for peer in peers})
+        super().__init__(
+            {peer.name: Peer(peer, Passes(nn.Linear(D, 1), mse_loss)) for peer in peers}
+        )
         self.silent, self.who = silent, who
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         silent = method == "gradients" and self.silent(arguments["request"]["step"])
         there = [name for name in names if name not in self.who or not silent]
         return super().ask(there, method, timeout, **arguments)
@@ -157,7 +173,9 @@ class Absent(LocalSites):
 @pytest.mark.parametrize(
     "silent", [lambda step: step % 3 == 0, lambda step: step >= 10], ids=["now and then", "gone"]
 )
-def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(silent: Callable[[int], bool]) -> None:
+def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(
+    silent: Callable[[int], bool],
+) -> None:
     me, peers = users(8)
     names = [peer.name for peer in peers]
 
@@ -172,7 +190,9 @@ def test_a_site_that_is_late_or_lost_is_judged_by_what_it_answered(silent: Calla
     assert distance(run) < distance(train(me, peers, rule=coterie.Alone()))
 
 
-@pytest.mark.parametrize("rule", [coterie.AdaptiveAveraging(), coterie.WeightedAveraging(0.5), FedAvg(2)])
+@pytest.mark.parametrize(
+    "rule", [coterie.AdaptiveAveraging(), coterie.WeightedAveraging(0.5), FedAvg(2)]
+)
 @pytest.mark.parametrize("misses", [2, STEPS], ids=["not waited for", "asked in vain"])
 def test_a_silent_site_is_counted_with_what_it_gave(rule: Any, misses: int) -> None:
     """By the site's own ledger, whether it is asked in vain or, after two misses, not at all."""
@@ -181,7 +201,12 @@ def test_a_silent_site_is_counted_with_what_it_gave(rule: Any, misses: int) -> N
 
     def flare(*given: Any, **options: Any) -> Remote:
         return Remote(
-            *given[:3], sites=sites, names=list(sites.responders), misses=misses, probe_every=4, **options
+            *given[:3],
+            sites=sites,
+            names=list(sites.responders),
+            misses=misses,
+            probe_every=4,
+            **options,
         )
 
     costs = train(me, [], engine=flare, rule=rule).record.end.costs
@@ -195,7 +220,9 @@ def test_sites_that_come_when_peers_have_been_judged_are_not_asked_for_nothing()
     sites = Absent(peers, lambda step: step < STEPS // 2, [peer.name for peer in peers])
 
     def flare(*given: Any, **options: Any) -> Remote:
-        return Remote(*given[:3], sites=sites, names=list(sites.responders), misses=STEPS, **options)
+        return Remote(
+            *given[:3], sites=sites, names=list(sites.responders), misses=STEPS, **options
+        )
 
     end = train(me, [], engine=flare).record.end
     assert (end.account["trunk"], end.account["path"], end.account["tau"]) == ("none", "alone", {})
@@ -219,13 +246,21 @@ def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Pat
                 return honest(peer, request, caller)
 
             Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
-            serve(nn.Linear(D, 1), mse_loss, one, sums_only=SumsOnly(2, 0.9), timeout=processes.PATIENCE)
+            serve(
+                nn.Linear(D, 1),
+                mse_loss,
+                one,
+                sums_only=SumsOnly(2, 0.9),
+                timeout=processes.PATIENCE,
+            )
 
         def lead() -> None:
             engine = functools.partial(TorchDistributed, timeout=processes.PATIENCE)
             run = train(me, [], engine=engine, out=out, resume=True, checkpoint_every=10)
             told = {key: value for key, value in run.record.end.account.items() if key != "cost"}
-            (out / "digest").write_text(f"{Parameters(run.model).vector().tolist()} {told}", encoding="utf-8")
+            (out / "digest").write_text(
+                f"{Parameters(run.model).vector().tolist()} {told}", encoding="utf-8"
+            )
 
         return processes.Started([lead, *(functools.partial(dying, one) for one in peers)]).end()
 
@@ -234,7 +269,9 @@ def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Pat
     for step in (13, 44):  # in the trunk and in the branch
         assert 0 not in once(cut, step)
     assert once(cut, None) == [0] * 3
-    assert (cut / "digest").read_text(encoding="utf-8") == (whole / "digest").read_text(encoding="utf-8")
+    assert (cut / "digest").read_text(encoding="utf-8") == (whole / "digest").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_pooled_weighs_sites_by_what_they_say_they_have() -> None:
@@ -242,10 +279,19 @@ def test_pooled_weighs_sites_by_what_they_say_they_have() -> None:
         user("me", 12, TRUTH),
         [user("small", 35, TRUTH), user("large", 170, TRUTH), user("silent", 60, TRUTH)],
     )
-    held = {one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss), Caps(examples=10)) for one in peers[:2]}
+    held = {
+        one.name: Peer(one, Passes(nn.Linear(D, 1), mse_loss), Caps(examples=10))
+        for one in peers[:2]
+    }
 
     def flare(*given: Any, **options: Any) -> Remote:
-        return Remote(*given[:3], sites=LocalSites(held), names=[one.name for one in peers], misses=1, **options)
+        return Remote(
+            *given[:3],
+            sites=LocalSites(held),
+            names=[one.name for one in peers],
+            misses=1,
+            **options,
+        )
 
     made: list[Any] = []
 
@@ -276,13 +322,20 @@ def test_costs_are_the_gradients_that_peers_were_asked_for() -> None:
     assert costs["contrary"].gradients < costs["alike 0"].gradients <= STEPS * 4.5
 
 
-@pytest.mark.parametrize("given", [{"sums_only": True}, {"caps": Caps(gradients=50)}], ids=["sums only", "caps"])
+@pytest.mark.parametrize(
+    "given", [{"sums_only": True}, {"caps": Caps(gradients=50)}], ids=["sums only", "caps"]
+)
 @pytest.mark.parametrize("rule", [coterie.AdaptiveAveraging(), coterie.WeightedAveraging(0.5)])
-def test_processes_that_refuse_cost_what_their_ledgers_say(given: Any, rule: Any, tmp_path: Path) -> None:
+def test_processes_that_refuse_cost_what_their_ledgers_say(
+    given: Any, rule: Any, tmp_path: Path
+) -> None:
     """Sums of two peers are refused at some points of a step, and all is refused beyond a cap."""
     me, peers = users()
     logs = {one.name: tmp_path / f"{rank}.jsonl" for rank, one in enumerate(peers[1:])}
-    serving = [functools.partial(serve, log=log, timeout=processes.PATIENCE, **given) for log in logs.values()]
+    serving = [
+        functools.partial(serve, log=log, timeout=processes.PATIENCE, **given)
+        for log in logs.values()
+    ]
     with processes.torch_distributed(serving) as engine:
         end = train(me, peers[1:], engine=engine, rule=rule).record.end
     counted = {name: end.costs[name].gradients for name in logs}
@@ -302,7 +355,9 @@ def test_a_loud_peer_is_not_counted_where_it_is_not_asked() -> None:
         return Remote(*given[:3], sites=LocalSites(held), names=list(held), **options)
 
     costs = train(me, [], engine=flare).record.end.costs
-    assert {name: costs[name].gradients for name in held} == {name: one.ledger.given for name, one in held.items()}
+    assert {name: costs[name].gradients for name in held} == {
+        name: one.ledger.given for name, one in held.items()
+    }
     assert costs["loud"].gradients == 15 * 3 + 1
 
 

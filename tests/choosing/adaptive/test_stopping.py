@@ -24,7 +24,10 @@ def test_a_look_that_is_better_on_every_example_is_always_the_best() -> None:
 
 
 def test_the_path_of_least_mean_loss_is_served() -> None:
-    assert best_path({"alone": np.array([2.0, 1.0]), "branch": np.ones(2), "pooled": np.zeros(2)}) == "pooled"
+    assert (
+        best_path({"alone": np.array([2.0, 1.0]), "branch": np.ones(2), "pooled": np.zeros(2)})
+        == "pooled"
+    )
 
 
 def test_the_standard_error_of_a_mean() -> None:
@@ -46,7 +49,9 @@ def test_the_error_of_skewed_losses_covers_their_mean() -> None:
 
 def test_the_distance_to_what_was_true_is_hellingers() -> None:
     """By its definition, ½ Σ (√p_i − √q_i)², from predictions of four classes."""
-    predicted = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).double().mul(3).softmax(1)
+    predicted = (
+        torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).double().mul(3).softmax(1)
+    )
     classes = torch.arange(50) % 4
     true = torch.nn.functional.one_hot(classes, 4).double()
     by_definition = 0.5 * (predicted.sqrt() - true.sqrt()).square().sum(1)
@@ -68,7 +73,9 @@ def test_one_sure_mistake_does_not_stop_a_path_that_learns() -> None:
     by_distance = resampled.choose(paths, nested=True)
     assert by_loss.frequencies["alone"][0] > 0.5
     assert by_distance.frequencies["alone"].tolist() == [0.0, 1.0]
-    served, alone = resampled.told(by_distance, paths, lambda point: (after if point == 1 else before).numpy())
+    served, alone = resampled.told(
+        by_distance, paths, lambda point: (after if point == 1 else before).numpy()
+    )
     np.testing.assert_allclose(served, after)  # what is told is the loss
     np.testing.assert_allclose(alone, after)
 
@@ -89,13 +96,21 @@ def test_no_more_is_said_than_is_known() -> None:
     said = "the model trained alone is served: following peers was not better on own examples that were held out"
     account = {"path": "alone", "folds": 3, "looks": {"alone": {}, "branch": {}, "pooled": {}}}
     assert sentence(account, 0) == said
-    assert sentence(account | {"difference": 0.0}, 20) == f"{said} and 20 validation examples"  # both judge
+    # both judge
+    assert sentence(account | {"difference": 0.0}, 20) == f"{said} and 20 validation examples"
 
 
 def test_what_is_said_of_alone_agrees_with_the_numbers() -> None:
-    account = {"path": "pooled", "stop": {"first": 3, "last": 3}, "crossed_loss": 0.5, "crossed_error": 0.1}
+    account = {
+        "path": "pooled",
+        "stop": {"first": 3, "last": 3},
+        "crossed_loss": 0.5,
+        "crossed_error": 0.1,
+    }
     account |= {"chosen_by": "1 − √p", "alone_crossed_loss": 0.7}
-    assert sentence(account, 0).endswith("Alone's, 0.7, looks worse than it is where examples are few")
+    assert sentence(account, 0).endswith(
+        "Alone's, 0.7, looks worse than it is where examples are few"
+    )
     account["alone_crossed_loss"] = 0.4
     assert sentence(account, 0).endswith("Alone's is 0.4, but in 1 − √p it was behind")
     account["chosen_by"] = "loss"
@@ -105,7 +120,9 @@ def test_what_is_said_of_alone_agrees_with_the_numbers() -> None:
 def test_the_path_without_each_example_is_that_of_the_others() -> None:
     rng = np.random.default_rng(0)
     scores = {name: rng.random(7) for name in ("alone", "branch", "pooled")}
-    one_by_one = [best_path({name: np.delete(each, i) for name, each in scores.items()}) for i in range(7)]
+    one_by_one = [
+        best_path({name: np.delete(each, i) for name, each in scores.items()}) for i in range(7)
+    ]
     assert best_paths(scores).tolist() == one_by_one
     assert len(set(one_by_one)) > 1
     assert best_paths({"alone": np.ones(3)}).tolist() == ["alone"] * 3
@@ -114,7 +131,9 @@ def test_the_path_without_each_example_is_that_of_the_others() -> None:
 D, FOLDS = 6, np.arange(30) % 3
 
 
-def ridge(inputs: np.ndarray, targets: np.ndarray, towards: np.ndarray, strength: float) -> np.ndarray:
+def ridge(
+    inputs: np.ndarray, targets: np.ndarray, towards: np.ndarray, strength: float
+) -> np.ndarray:
     """Return the least squares solution drawn towards a point, which is that of early stopping."""
     gram = inputs.T @ inputs + strength * len(inputs) * np.eye(D)
     return towards + np.linalg.solve(gram, inputs.T @ (targets - inputs @ towards))
@@ -126,7 +145,8 @@ def told_and_fresh(seed: int, spread: float) -> tuple[float, float, float]:
     truth = rng.normal(size=D)
     inputs = rng.normal(size=(30, D))
     targets = inputs @ truth + rng.normal(size=30)
-    peers = truth + spread * rng.normal(size=D)  # the peers' solution, which no own example has had a part in
+    # the peers' solution, which no own example has had a part in
+    peers = truth + spread * rng.normal(size=D)
 
     def losses(point: np.ndarray) -> np.ndarray:
         return np.asarray((inputs @ point - targets) ** 2)
@@ -136,7 +156,8 @@ def told_and_fresh(seed: int, spread: float) -> tuple[float, float, float]:
         for name, towards in (("alone", np.zeros(D)), ("branch", peers)):
             full = ridge(inputs, targets, towards, strength)
             parts = [
-                ridge(inputs[kept], targets[kept], towards, strength) for kept in np.arange(3)[:, None] != FOLDS
+                ridge(inputs[kept], targets[kept], towards, strength)
+                for kept in np.arange(3)[:, None] != FOLDS
             ]
             blind = np.stack([losses(point) for point in parts])
             crossed = blind[FOLDS, np.arange(30)]
@@ -156,7 +177,8 @@ def told_and_fresh(seed: int, spread: float) -> tuple[float, float, float]:
 def test_what_is_told_is_honest_both_ways(spread: float) -> None:
     """Related peers, half-related ones and strangers: neither too low for having been chosen nor much too high.
 
-    Within two standard errors of 120 repetitions, and a twentieth: few examples leave it a little too high.
+    Within two standard errors of 120 repetitions, and a twentieth: few examples leave it a little
+    too high.
     """
     told, fresh, naive = np.array([told_and_fresh(seed, spread) for seed in range(120)]).T
     off = told - fresh

@@ -26,14 +26,19 @@ def test_where_nobody_counts_weights_are_equal_among_those_who_answered() -> Non
 
 def test_the_gram_matrix_of_long_gradients_is_that_of_double_precision() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows, own = torch.randn(3, 100_001, generator=generator), torch.randn(100_001, generator=generator)
+    rows, own = (
+        torch.randn(3, 100_001, generator=generator),
+        torch.randn(100_001, generator=generator),
+    )
     fitted = FittedWeights(3)
     fitted.add(rows, own)
     lacking = torch.cat([torch.zeros(1, 100_001), rows]).double() - own.double()
     np.testing.assert_allclose(fitted.gram, (lacking @ lacking.T).numpy(), rtol=1e-5)
 
 
-def private_rows(noise: list[float], bias: list[float], d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def private_rows(
+    noise: list[float], bias: list[float], d: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of peers that are off user 0's by `bias`, each with noise of a norm, and user 0's own."""
     generator = torch.Generator().manual_seed(seed)
     own = torch.zeros(d)
@@ -44,7 +49,9 @@ def private_rows(noise: list[float], bias: list[float], d: int, seed: int) -> tu
     return rows, own
 
 
-def fitted_to(noise: list[float], bias: list[float], *, known: bool, steps: int = 100, d: int = 400) -> list[float]:
+def fitted_to(
+    noise: list[float], bias: list[float], *, known: bool, steps: int = 100, d: int = 400
+) -> list[float]:
     fitted = FittedWeights(len(noise), steps)
     added = np.square(noise) if known else None
     for seed in range(12):
@@ -61,7 +68,9 @@ def test_a_noisy_unbiased_peer_is_worth_more_than_a_biased_one_and_less_than_a_q
 
 
 def test_equal_noise_does_not_hide_who_is_wrong() -> None:
-    known, not_known = (fitted_to([4.0] * 4, [0.0, 0.0, 2.0, 2.0], known=known) for known in (True, False))
+    known, not_known = (
+        fitted_to([4.0] * 4, [0.0, 0.0, 2.0, 2.0], known=known) for known in (True, False)
+    )
     assert sum(known[2:]) < 0.5 * sum(not_known[2:])
 
 

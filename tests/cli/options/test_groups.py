@@ -17,7 +17,9 @@ class Eaten:
     """What is eaten."""
 
     what: Annotated[str, Option(help="A dish.")]
-    spices: Annotated[list[str], Option("--spice", help="A spice; repeat it.")] = field(default_factory=list)
+    spices: Annotated[list[str], Option("--spice", help="A spice; repeat it.")] = field(
+        default_factory=list
+    )
 
 
 @dataclass

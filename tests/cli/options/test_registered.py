@@ -9,7 +9,13 @@ from typing import Any, Literal
 import pytest
 
 import coterie
-from coterie.aggregators import Aggregator, Bucketing, CoordinateMedian, MultiKrum, NearestNeighbourMixing
+from coterie.aggregators import (
+    Aggregator,
+    Bucketing,
+    CoordinateMedian,
+    MultiKrum,
+    NearestNeighbourMixing,
+)
 from coterie.cli.options.registered import knobs_of
 from coterie.errors import KnobError
 from coterie.methods import METHODS, FedAvg
@@ -111,4 +117,6 @@ def test_an_aggregator_by_name(text: str, aggregator: Aggregator) -> None:
 
 def test_a_method_takes_an_aggregator_by_name() -> None:
     entry = METHODS.entry("fedavg")
-    assert entry.build(knobs_of(entry, ["aggregator=median"]), RUN) == FedAvg(aggregator=CoordinateMedian())
+    assert entry.build(knobs_of(entry, ["aggregator=median"]), RUN) == FedAvg(
+        aggregator=CoordinateMedian()
+    )

@@ -28,7 +28,9 @@ from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import Parameters
 
 
-def check(model: nn.Module, shape: tuple[int, ...], sizes: Sequence[int], batch: int, way: str) -> None:
+def check(
+    model: nn.Module, shape: tuple[int, ...], sizes: Sequence[int], batch: int, way: str
+) -> None:
     users = make_users(shape, sizes)
     engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=batch)
     assert engine.describe()["rows"].startswith(way) == (way == "by layer")
@@ -164,7 +166,9 @@ def test_a_user_that_is_not_finite_spoils_nobody_else() -> None:
     wanted = plain(model, Parameters(model).vector(), users[1:], 4)
     users[2].examples.inputs.fill_(math.nan)  # type: ignore[attr-defined]
     engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
-    g = engine.gradients(Parameters(model).vector(), 3, dict.fromkeys(engine.names, 0.25), rows=True)
+    g = engine.gradients(
+        Parameters(model).vector(), 3, dict.fromkeys(engine.names, 0.25), rows=True
+    )
     assert g.left_out == {"user 2": "not finite"}
     assert g.rows is not None
     close(g.rows, wanted[[0, 2, 3]])

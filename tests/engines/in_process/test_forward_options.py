@@ -33,7 +33,9 @@ EVERYONE = [images("me", 0), images("a", 1), images("b", 2)]
 
 def gradients(forward_options: ForwardOptions, *, rows: bool) -> coterie.Gradients:
     model = network()
-    engine = coterie.InProcess(model, cross_entropy, EVERYONE[0], EVERYONE[1:], forward_options=forward_options)
+    engine = coterie.InProcess(
+        model, cross_entropy, EVERYONE[0], EVERYONE[1:], forward_options=forward_options
+    )
     x = Parameters(model).share()
     engine.passes.parameters = Parameters(model)
     return engine.gradients(x, 0, {"a": 0.25, "b": 0.75}, rows)
@@ -52,7 +54,10 @@ def test_gradients_are_those_of_full_precision_up_to_rounding(
     for ours, theirs in ((other.own, plain.own), (other.average()[0], plain.average()[0])):
         assert ours.dtype == torch.float32
         assert 0 <= float((ours - theirs).norm() / theirs.norm()) <= error
-    assert float((other.own - plain.own).norm() / plain.own.norm()) > 1e-4 or forward_options.autocast is None
+    assert (
+        float((other.own - plain.own).norm() / plain.own.norm()) > 1e-4
+        or forward_options.autocast is None
+    )
 
 
 class Spy(nn.Module):
@@ -100,12 +105,25 @@ def test_a_compiled_model_trains_to_the_same_parameters(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch, "compile", partial(torch.compile, backend="aot_eager")
     )  # spares half a minute of C++
-    everyone = [coterie.User(u.name, u.examples.inputs[:, 0, 0], u.examples.targets) for u in EVERYONE]  # type: ignore[attr-defined]  # in memory
-    options: dict[str, Any] = {"rule": coterie.WeightedAveraging(0.5), "steps": 4, "lr": 0.1, "measure": False}
+    everyone = [
+        coterie.User(u.name, u.examples.inputs[:, 0, 0], u.examples.targets)  # type: ignore[attr-defined]
+        for u in EVERYONE
+    ]
+    options: dict[str, Any] = {
+        "rule": coterie.WeightedAveraging(0.5),
+        "steps": 4,
+        "lr": 0.1,
+        "measure": False,
+    }
     model = nn.Linear(8, 4)
     plain, compiled = (
         coterie.train(
-            model, cross_entropy, everyone[0], everyone[1:], forward_options=ForwardOptions(compile=flag), **options
+            model,
+            cross_entropy,
+            everyone[0],
+            everyone[1:],
+            forward_options=ForwardOptions(compile=flag),
+            **options,
         )
         for flag in (False, True)
     )

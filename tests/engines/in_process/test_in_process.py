@@ -24,7 +24,9 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @every_case
 def test_each_case_goes_the_way_it_should(case: Case) -> None:
     users = make_users(case)
-    engine = coterie.InProcess(make_model(case), case.loss, users[0], users[1:], batch_size=BATCH, seed=SEED)
+    engine = coterie.InProcess(
+        make_model(case), case.loss, users[0], users[1:], batch_size=BATCH, seed=SEED
+    )
     told = engine.describe()
     assert told["average"].startswith(case.average)
     assert told["rows"].startswith(case.rows)
@@ -66,17 +68,25 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(
     "rule",
-    [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging(), coterie.rules.similarity.CosineSimilarity(0.5)],
+    [
+        coterie.WeightedAveraging(0.5),
+        coterie.AdaptiveAveraging(),
+        coterie.rules.similarity.CosineSimilarity(0.5),
+    ],
 )
 def test_a_layer_that_has_two_names_is_trained_as_if_it_had_one(rule: coterie.Rule) -> None:
     """`functional_call` would put the values of a pass in the place of the parameters of such a layer."""
     generator = torch.Generator().manual_seed(0)
     users = [
-        coterie.User(name, torch.randn(9, 4, generator=generator), torch.randn(9, 1, generator=generator))
+        coterie.User(
+            name, torch.randn(9, 4, generator=generator), torch.randn(9, 1, generator=generator)
+        )
         for name in ("me", "a", "b")
     ]
     one, two = (
-        coterie.train(Block(names=n), nn.functional.mse_loss, users[0], users[1:], rule, lr=0.03, steps=6)
+        coterie.train(
+            Block(names=n), nn.functional.mse_loss, users[0], users[1:], rule, lr=0.03, steps=6
+        )
         for n in (1, 2)
     )
     assert torch.equal(Parameters(one.model).vector(), Parameters(two.model).vector())

@@ -21,7 +21,9 @@ def test_drawing_together_is_drawing_alone(sizes: tuple[int, ...]) -> None:
             assert torch.equal(own[1], users[0].batch(8, seed=5, step=step)[1])
             seen = []
             for batch in others:
-                for position, targets in zip(batch.positions, batch.by_user(batch.targets), strict=True):
+                for position, targets in zip(
+                    batch.positions, batch.by_user(batch.targets), strict=True
+                ):
                     alone = users["abc".index(names[position])].batch(8, seed=5, step=step)
                     assert torch.equal(targets, alone[1])
                     seen.append(position)

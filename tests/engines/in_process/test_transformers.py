@@ -38,7 +38,11 @@ def adapted() -> Any:
 
 def bert() -> Any:
     config = transformers.BertConfig(
-        **SMALL, intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=3
+        **SMALL,
+        intermediate_size=24,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+        num_labels=3,
     )
     return transformers.BertForSequenceClassification(config)
 
@@ -66,7 +70,9 @@ def make_users(*, masked: bool, words: bool, labels: bool = False) -> list[coter
         if labels:
             inputs["labels"] = targets
         held = ({key: value[:6] for key, value in inputs.items()}, None if labels else targets[:6])
-        users.append(coterie.User(name, inputs, None if labels else targets, validation=None if k else held))
+        users.append(
+            coterie.User(name, inputs, None if labels else targets, validation=None if k else held)
+        )
     return users
 
 
@@ -97,7 +103,9 @@ def test_passes_are_shared_and_right(name: str, masked: bool) -> None:
     torch.testing.assert_close(rows, wanted, rtol=1e-5, atol=1e-8)
     average = engine.gradients(x, 3, tau).peers
     assert average is not None
-    torch.testing.assert_close(average, torch.tensor([0.5, 0.3, 0.2]).double() @ wanted, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        average, torch.tensor([0.5, 0.3, 0.2]).double() @ wanted, rtol=1e-5, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -150,15 +158,21 @@ def test_the_models_own_loss_and_output() -> None:
 def test_rows_of_a_data_set() -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     even = {"input_ids": [[1, 2, 3], [4, 5, 6]], "label": [0, 1], "text": ["a", "b"]}
-    user = coterie.User.from_hugging_face("a", datasets.Dataset.from_dict(even), ["input_ids"], "label")
+    user = coterie.User.from_hugging_face(
+        "a", datasets.Dataset.from_dict(even), ["input_ids"], "label"
+    )
     inputs, targets = user.batch(2, seed=0, step=0)
     assert inputs["input_ids"].tolist() == even["input_ids"]
     assert targets.tolist() == [0, 1]
-    alone = coterie.User.from_hugging_face("a", datasets.Dataset.from_dict(even), "input_ids", "label")
+    alone = coterie.User.from_hugging_face(
+        "a", datasets.Dataset.from_dict(even), "input_ids", "label"
+    )
     assert alone.batch(2, seed=0, step=0)[0].tolist() == even["input_ids"]
 
     ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]], "label": [0, 1]})
-    with pytest.raises(DataError, match=r"column 'input_ids' of user 'a' is not one tensor .*give `collate`"):
+    with pytest.raises(
+        DataError, match=r"column 'input_ids' of user 'a' is not one tensor .*give `collate`"
+    ):
         coterie.User.from_hugging_face("a", ragged, ["input_ids"], "label")
     with pytest.raises(DataError, match=r"no column ids; its columns are: input_ids, label"):
         coterie.User.from_hugging_face("a", ragged, ["ids"], "label")
@@ -173,14 +187,18 @@ def test_rows_of_a_data_set() -> None:
     assert targets.tolist() == [0, 1]
 
 
-def test_the_example_of_a_personal_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_a_personal_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two plays of seven speakers with little to say; the example reads them, trains three adapters and tells."""
     root = ElementTree.Element("PLAY")
     for speaker in ["MACBETH", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX"]:
         for turn in range(60):
             speech = ElementTree.SubElement(root, "SPEECH")
             ElementTree.SubElement(speech, "SPEAKER").text = speaker
-            ElementTree.SubElement(speech, "LINE").text = f"my name is {speaker.lower()}, said {turn} times over"
+            ElementTree.SubElement(
+                speech, "LINE"
+            ).text = f"my name is {speaker.lower()}, said {turn} times over"
     with zipfile.ZipFile(tmp_path / "shakespeare.zip", "w") as archive:
         for play in ("macbeth", "other"):
             archive.writestr(f"{play}.xml", ElementTree.tostring(root))

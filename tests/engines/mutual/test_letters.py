@@ -14,9 +14,21 @@ from coterie.engines.mutual.letters import packed, unpacked
 
 def test_a_letter_arrives_as_it_was() -> None:
     rng = np.random.default_rng(0)
-    buffers = {"mean": rng.normal(size=3), "count": np.array(7), "none": np.zeros((0, 2), dtype=np.float16)}
-    sent: dict[str, Any] = {"question": 5, "arguments": {"points": rng.normal(size=(4, 9)).astype(np.float32)}}
-    sent["arguments"] |= {"buffers": buffers, "work": {"lr": 0.1, "add": None}, "frozen": "ab", "ok": True}
+    buffers = {
+        "mean": rng.normal(size=3),
+        "count": np.array(7),
+        "none": np.zeros((0, 2), dtype=np.float16),
+    }
+    sent: dict[str, Any] = {
+        "question": 5,
+        "arguments": {"points": rng.normal(size=(4, 9)).astype(np.float32)},
+    }
+    sent["arguments"] |= {
+        "buffers": buffers,
+        "work": {"lr": 0.1, "add": None},
+        "frozen": "ab",
+        "ok": True,
+    }
     came = unpacked(packed(sent))
     assert came["question"] == 5
     assert came["arguments"]["work"] == {"lr": 0.1, "add": None}

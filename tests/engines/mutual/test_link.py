@@ -19,7 +19,9 @@ from coterie.errors import PeerLost
 class Done:
     """What is done, or will be when it is waited for."""
 
-    def __init__(self, box: queue.SimpleQueue[Tensor] | None = None, to: Tensor | None = None) -> None:
+    def __init__(
+        self, box: queue.SimpleQueue[Tensor] | None = None, to: Tensor | None = None
+    ) -> None:
         self.box, self.to = box, to
 
     def wait(self, timeout: timedelta) -> None:
@@ -44,7 +46,9 @@ class Queues:
         return Done(self.boxes[2 * tag + 1 - other], tensors[0])
 
 
-def ends(secrets: tuple[bytes | None, bytes | None] = (None, None), longest: int = 100) -> list[Link]:
+def ends(
+    secrets: tuple[bytes | None, bytes | None] = (None, None), longest: int = 100
+) -> list[Link]:
     pair = Queues({place: queue.SimpleQueue() for place in range(8)})
     found = []
     for me, secret in enumerate(secrets):

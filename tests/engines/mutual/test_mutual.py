@@ -36,7 +36,9 @@ HOW: dict[str, Any] = {
     "trackers": (),
     "progress": False,
 }
-SLOW = pytest.mark.skipif(not os.environ.get("COTERIE_SLOW"), reason="takes seconds: COTERIE_SLOW=1 runs it")
+SLOW = pytest.mark.skipif(
+    not os.environ.get("COTERIE_SLOW"), reason="takes seconds: COTERIE_SLOW=1 runs it"
+)
 RULES: dict[str, Any] = {
     "averaging": coterie.WeightedAveraging(0.5),
     "correction": coterie.BiasCorrection(0.5, beta=0.1),
@@ -51,7 +53,9 @@ def linear(outputs: int = 3) -> nn.Module:
 
 def batch_dependent() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 3)).double()
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 3)
+    ).double()
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -69,7 +73,9 @@ def trained(
     torch.set_num_threads(1)
     made = functools.partial(Mutual, **{"patience": processes.PATIENCE} | dict(engine))
     settings = HOW | how
-    run = coterie.train(model or linear(), cross_entropy, everyone()[rank], [], rule, engine=made, **settings)
+    run = coterie.train(
+        model or linear(), cross_entropy, everyone()[rank], [], rule, engine=made, **settings
+    )
     for thread in threading.enumerate():
         if thread.name == LAST_THREAD:  # as the interpreter would at its end
             thread.join()
@@ -78,7 +84,11 @@ def trained(
 
 def saved(run: coterie.Run, path: Path) -> None:
     end = run.record.end
-    found = {"model": run.model.state_dict(), "left_out": dict(end.left_out), "test": dict(end.test)}
+    found = {
+        "model": run.model.state_dict(),
+        "left_out": dict(end.left_out),
+        "test": dict(end.test),
+    }
     torch.save(found | {"finding": run.verdict.finding}, path)
 
 
@@ -98,7 +108,9 @@ def ranks(work: Callable[[int], object], n: int = 4, **how: Any) -> processes.St
     return processes.Started([functools.partial(work, rank) for rank in range(n)], **how)
 
 
-def test_everybody_has_the_run_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everybody_has_the_run_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By each rule, one after the other in the same processes, with a secret."""
     (tmp_path / "secret").write_text("a secret of 16 bytes")
     (tmp_path / "secret").chmod(0o600)
@@ -129,7 +141,12 @@ def test_who_is_done_first_answers_the_others(tmp_path: Path) -> None:
     for rank, found in enumerate(loaded(tmp_path, 3)):
         peers = [user for user in users if user is not users[rank]]
         how = HOW | {"steps": steps[rank]}
-        same(found, coterie.train(batch_dependent(), cross_entropy, users[rank], peers, RULES["correction"], **how))
+        same(
+            found,
+            coterie.train(
+                batch_dependent(), cross_entropy, users[rank], peers, RULES["correction"], **how
+            ),
+        )
 
 
 def test_a_process_keeps_its_caps(tmp_path: Path) -> None:
@@ -156,7 +173,12 @@ def test_all_are_killed_and_resume(tmp_path: Path) -> None:
                 (tmp_path / f"at {rank}").touch()
                 time.sleep(processes.PATIENCE)
 
-        how: dict[str, Any] = {"out": tmp_path / str(rank), "checkpoint_every": 3, "resume": again, "hooks": [hook]}
+        how: dict[str, Any] = {
+            "out": tmp_path / str(rank),
+            "checkpoint_every": 3,
+            "resume": again,
+            "hooks": [hook],
+        }
         saved(trained(rank, RULES["adaptive"], **how), tmp_path / f"{rank}.pt")
 
     first = ranks(functools.partial(work, again=False), 3)
@@ -189,8 +211,16 @@ def test_one_is_killed_and_comes_back(lost: int, tmp_path: Path) -> None:
             if again:
                 (tmp_path / "back").touch()
 
-        how: dict[str, Any] = {"out": tmp_path / str(rank), "checkpoint_every": 5, "resume": again, "hooks": [hook]}
-        saved(trained(rank, RULES["averaging"], {"probe_every": 1}, steps=40, **how), tmp_path / f"{rank}.pt")
+        how: dict[str, Any] = {
+            "out": tmp_path / str(rank),
+            "checkpoint_every": 5,
+            "resume": again,
+            "hooks": [hook],
+        }
+        saved(
+            trained(rank, RULES["averaging"], {"probe_every": 1}, steps=40, **how),
+            tmp_path / f"{rank}.pt",
+        )
 
     started = ranks(work, 3, kept_by_0=True)
     assert processes.ended(started.children[lost]) == -signal.SIGKILL
@@ -231,7 +261,10 @@ def test_who_is_late_is_left_out(tmp_path: Path) -> None:
         if rank == 2:
             late.write_text(str(os.getpid()))
         engine = {"timeout": 0.5, "probe_every": 1} if rank != 2 else {}
-        saved(trained(rank, RULES["averaging"], engine, steps=40, hooks=[hook]), tmp_path / f"{rank}.pt")
+        saved(
+            trained(rank, RULES["averaging"], engine, steps=40, hooks=[hook]),
+            tmp_path / f"{rank}.pt",
+        )
 
     assert ranks(work, 3).end() == [0] * 3
     found = loaded(tmp_path, 3)
@@ -244,7 +277,9 @@ def test_who_is_late_is_left_out(tmp_path: Path) -> None:
 
 def test_who_never_comes_is_told(tmp_path: Path) -> None:
     def work(rank: int) -> None:
-        with pytest.raises(PeerLost, match=r"rank 2 did not come within 0.5 s; start all 3 processes"):
+        with pytest.raises(
+            PeerLost, match=r"rank 2 did not come within 0.5 s; start all 3 processes"
+        ):
             trained(rank, RULES["averaging"], {"patience": 0.5})
 
     assert ranks(work, 2, size=3).end() == [0, 0]
@@ -259,7 +294,9 @@ def test_nobody_sees_anybodys_gradient(tmp_path: Path) -> None:
         saved(trained(rank, RULES["averaging"], engine, steps=8), tmp_path / f"{rank}.pt")
 
     assert ranks(work).end() == [0] * 4
-    runs = coterie.train_everyone(linear(), cross_entropy, everyone(), RULES["averaging"], **HOW | {"steps": 8})
+    runs = coterie.train_everyone(
+        linear(), cross_entropy, everyone(), RULES["averaging"], **HOW | {"steps": 8}
+    )
     for found, run in zip(loaded(tmp_path), runs.runs.values(), strict=True):
         assert found["left_out"] == {}
         for name, value in run.model.state_dict().items():
@@ -269,7 +306,9 @@ def test_nobody_sees_anybodys_gradient(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_said_in_every_process() -> None:
     def work(rank: int) -> None:
         model = nn.Sequential(linear(2), nn.Linear(2, 3).double()) if rank else linear()
-        with pytest.raises(ModelError, match=r"rank 0 .*12 parameters" if rank else r"rank 1 .*17 parameters"):
+        with pytest.raises(
+            ModelError, match=r"rank 0 .*12 parameters" if rank else r"rank 1 .*17 parameters"
+        ):
             trained(rank, RULES["averaging"], model=model)
 
     assert ranks(work, 2).end() == [0, 0]

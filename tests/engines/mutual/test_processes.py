@@ -67,7 +67,15 @@ def test_an_answer_is_that_of_its_question(other: Mate) -> None:
     assert first.wait() == {}
 
 
-NONSENSE: list[Any] = [3, None, [], {}, {"number": "1"}, {"number": True, "method": "ready"}, {"number": [1]}]
+NONSENSE: list[Any] = [
+    3,
+    None,
+    [],
+    {},
+    {"number": "1"},
+    {"number": True, "method": "ready"},
+    {"number": [1]},
+]
 
 
 @pytest.mark.parametrize("content", NONSENSE)
@@ -81,9 +89,25 @@ def test_every_question_is_answered(other: Mate) -> None:
     processes, link = among(other), Written()
     other.take(link)  # type: ignore[arg-type]
     point = np.zeros((1, 3), dtype=np.float32)
-    request = {"points": point, "step": 0, "seed": 0, "batch_size": 2, "buffers": {}, "frozen": None}
-    questions = [("gradients", {"request": request, "caller": "somebody else"}), ("gradients", {"request": 3})]
-    questions += [("ready", {"more": 1}), ("peer", {}), ("__init__", {}), ("ready", {}), ("done", {})]
+    request = {
+        "points": point,
+        "step": 0,
+        "seed": 0,
+        "batch_size": 2,
+        "buffers": {},
+        "frozen": None,
+    }
+    questions = [
+        ("gradients", {"request": request, "caller": "somebody else"}),
+        ("gradients", {"request": 3}),
+    ]
+    questions += [
+        ("ready", {"more": 1}),
+        ("peer", {}),
+        ("__init__", {}),
+        ("ready", {}),
+        ("done", {}),
+    ]
     for number, (method, arguments) in enumerate(questions):
         letter = packed({"number": number, "method": method, "arguments": arguments})
         processes._take(other, unpacked(letter))
@@ -92,7 +116,15 @@ def test_every_question_is_answered(other: Mate) -> None:
     answers = [letter["answer"] for letter in link.letters]
     assert [letter["number"] for letter in link.letters] == list(range(7))
     np.testing.assert_allclose(answers[0]["gradients"], [[-1.0, -1.0, -2.0]])
-    assert ["refused" in answer for answer in answers] == [False, True, True, True, True, False, False]
+    assert ["refused" in answer for answer in answers] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert other.is_done
 
 

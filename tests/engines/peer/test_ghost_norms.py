@@ -21,7 +21,10 @@ N = 7
 CLASSES = nn.functional.cross_entropy
 Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
 CASES: dict[str, Case] = {
-    "layers": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)), (6,)),
+    "layers": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)),
+        (6,),
+    ),
     "images": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=False),
@@ -42,7 +45,9 @@ CASES: dict[str, Case] = {
         (8, 4, 4),
     ),
     "sequences": (
-        lambda: nn.Sequential(nn.Linear(4, 20), nn.GELU(), nn.Linear(20, 5), nn.Flatten(), nn.Linear(30, 3)),
+        lambda: nn.Sequential(
+            nn.Linear(4, 20), nn.GELU(), nn.Linear(20, 5), nn.Flatten(), nn.Linear(30, 3)
+        ),
         (6, 4),
     ),
 }
@@ -78,25 +83,33 @@ def test_the_sum_is_a_plain_loops(name: str) -> None:
 
 def cancelling() -> tuple[nn.Module, Tensor, Tensor]:
     """Return a model, sequences that hardly change, and weights by which their terms cancel to a ten-thousandth."""
-    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Flatten(), nn.Linear(128, 1, bias=False))
+    model = nn.Sequential(
+        nn.Linear(32, 32, bias=False), nn.Flatten(), nn.Linear(128, 1, bias=False)
+    )
     last = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None] * torch.randn(32)
     return model, torch.randn(1, 1, 32) + 1e-4 * torch.randn(N, 4, 32), 1e7 * last
 
 
 def half() -> tuple[nn.Module, Tensor, Tensor]:
     """Return a model in half precision, in which a norm has three digits."""
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 1, bias=False)).bfloat16()
+    model = nn.Sequential(
+        nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 1, bias=False)
+    ).bfloat16()
     return model, torch.randn(N, 16).bfloat16(), torch.randn(16)
 
 
 @pytest.mark.parametrize("case", [cancelling, half])
-def test_no_example_adds_more_wherever_the_point_is(case: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> None:
+def test_no_example_adds_more_wherever_the_point_is(
+    case: Callable[[], tuple[nn.Module, Tensor, Tensor]],
+) -> None:
     """User 0 chooses the point: also one at which the model's precision has too few digits for a norm."""
     torch.manual_seed(0)
     model, inputs, last = case()
     usual = torch.randn(COMPARED, *inputs.shape[1:]).to(inputs)
     user = User("a", torch.cat([usual, inputs]), torch.randn(COMPARED + N, 1).to(inputs))
-    private = PrivateGradients(user, Passes(model, nn.functional.mse_loss), Privacy(1.0, 1e-3, 0.1, 1.0), None)
+    private = PrivateGradients(
+        user, Passes(model, nn.functional.mse_loss), Privacy(1.0, 1e-3, 0.1, 1.0), None
+    )
     x = private.passes.parameters.vector().clone()
     x[-last.numel() :] = last.flatten()
     ones = torch.split(torch.arange(len(user)), 1)
@@ -114,7 +127,9 @@ def test_inputs_by_name_are_passed_one_by_one(nested: Callable[[Tensor], Any]) -
     for given in (inputs, nested(inputs)):
         torch.manual_seed(0)
         passes = Passes(nn.Sequential(nn.Linear(6, 3)), CLASSES)
-        made.append(PrivateGradients(User("a", given, targets), passes, Privacy(1.0, 1e-3, 1.0, 1.0), None))
+        made.append(
+            PrivateGradients(User("a", given, targets), passes, Privacy(1.0, 1e-3, 1.0, 1.0), None)
+        )
     assert [private._by_layer for private in made] == [True, False]
     x = made[0].passes.parameters.vector()
     sums = [private._clipped(x, torch.arange(N), None, 0, 0).double() for private in made]
@@ -146,7 +161,10 @@ SHARED = nn.Linear(6, 6)
         (nn.Sequential(nn.Flatten(0), nn.Linear(6, 3)), CLASSES),
         (nn.Sequential(SHARED, nn.Tanh(), SHARED), CLASSES),
         (nn.Linear(6, 3), lambda output, y: 2 * CLASSES(output, y)),
-        (nn.Sequential(nn.Linear(6, 6).requires_grad_(requires_grad=False), nn.Linear(6, 3)), CLASSES),
+        (
+            nn.Sequential(nn.Linear(6, 6).requires_grad_(requires_grad=False), nn.Linear(6, 3)),
+            CLASSES,
+        ),
     ],
 )
 def test_only_what_cannot_mix_is_taken(model: nn.Module, loss: Callable[..., Tensor]) -> None:

@@ -30,14 +30,23 @@ def site(caps: Caps | None, log: Path | None = None) -> tuple[Peer, torch.Tensor
     rows = torch.randn(N, WIDTH, generator=generator, dtype=torch.float64)
     user = coterie.User("a", rows, torch.ones(N, 1, dtype=torch.float64))
     model = nn.Linear(WIDTH, 1, dtype=torch.float64)
-    return Peer(user, Passes(model, lambda output, target: (output * target).mean()), caps, log), rows
+    return Peer(
+        user, Passes(model, lambda output, target: (output * target).mean()), caps, log
+    ), rows
 
 
 def answers(peer: Peer) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
     """Ask for batches of chosen seeds, steps and sizes, and return all gradients at one point."""
-    asked = [(seed, step, size) for seed in range(10) for step in (0, 7, 10**9) for size in (50, 51, 67, 99, 100)]
+    asked = [
+        (seed, step, size)
+        for seed in range(10)
+        for step in (0, 7, 10**9)
+        for size in (50, 51, 67, 99, 100)
+    ]
     point = torch.zeros(1, WIDTH + 1, dtype=torch.float64)
-    replies = [peer.answer(Request(point, step, seed, size)).gradients for seed, step, size in asked]
+    replies = [
+        peer.answer(Request(point, step, seed, size)).gradients for seed, step, size in asked
+    ]
     return torch.stack([reply[0, :WIDTH] for reply in replies if reply is not None]), asked
 
 
@@ -47,7 +56,9 @@ def test_chosen_batches_give_no_row_away() -> None:
     gradients, asked = answers(peer)
     system = torch.zeros(len(asked), N, dtype=torch.float64)
     for equation, (seed, step, size) in zip(system, asked, strict=True):
-        index = coterie.User("a", torch.arange(N), torch.zeros(N)).batch(size, seed=seed, step=step)[0]
+        index = coterie.User("a", torch.arange(N), torch.zeros(N)).batch(
+            size, seed=seed, step=step
+        )[0]
         equation.index_add_(0, index, torch.full((size,), 1 / size, dtype=torch.float64))
     assert torch.linalg.matrix_rank(system) == N
     torch.testing.assert_close(torch.linalg.lstsq(system, gradients).solution, rows)
@@ -55,9 +66,13 @@ def test_chosen_batches_give_no_row_away() -> None:
     peer, rows = site(Caps(examples=50))
     gradients, asked = answers(peer)
     assert len(gradients) == len(asked)
-    assert torch.linalg.matrix_rank(gradients) == 2, "two blocks of 50 rows are all there is to learn at one point"
+    assert torch.linalg.matrix_rank(gradients) == 2, (
+        "two blocks of 50 rows are all there is to learn at one point"
+    )
     mixed = torch.linalg.lstsq(gradients.T, rows.T)
-    assert float((gradients.T @ mixed.solution - rows.T).norm(dim=0).min()) > 1, "no row is a mixture of answers"
+    assert float((gradients.T @ mixed.solution - rows.T).norm(dim=0).min()) > 1, (
+        "no row is a mixture of answers"
+    )
 
 
 def test_what_caps_do_not_prevent() -> None:
@@ -65,10 +80,13 @@ def test_what_caps_do_not_prevent() -> None:
     _, rows = site(None)
     user = coterie.User("a", rows, torch.zeros(N, 1, dtype=torch.float64))
     model = nn.Sequential(nn.Linear(WIDTH, 1), nn.ReLU(), nn.Linear(1, 1)).double()
-    peer = Peer(user, Passes(model, nn.functional.mse_loss), Caps(gradients=1, norm=1.0, examples=N))
+    peer = Peer(
+        user, Passes(model, nn.functional.mse_loss), Caps(gradients=1, norm=1.0, examples=N)
+    )
     largest, second = rows[:, 0].argmax(), rows[:, 0].topk(2).values.mean()
     point = torch.zeros(WIDTH + 3, dtype=torch.float64)
-    point[0], point[WIDTH], point[WIDTH + 1] = 1.0, -second, 1.0  # of the first column the largest passes alone
+    # of the first column the largest passes alone
+    point[0], point[WIDTH], point[WIDTH + 1] = 1.0, -second, 1.0
     given = peer.answer(Request(point[None], 0, 0, N)).gradients
     assert given is not None
     torch.testing.assert_close(given[0, :WIDTH] / given[0, WIDTH], rows[largest])
@@ -82,7 +100,9 @@ def test_every_batch_is_whole_blocks_of_the_least_size() -> None:
     for size in (10, 32, 50, 103):
         batch = set(draws.indices(size, seed=3, step=5).tolist())
         inside = [set(block.tolist()) <= batch for block in blocks]
-        assert len(batch) == sum(len(block) for block, is_in in zip(blocks, inside, strict=True) if is_in)
+        assert len(batch) == sum(
+            len(block) for block, is_in in zip(blocks, inside, strict=True) if is_in
+        )
         assert abs(len(batch) - size) <= 6
     counts = np.zeros(103)
     for step in range(2000):
@@ -90,18 +110,27 @@ def test_every_batch_is_whole_blocks_of_the_least_size() -> None:
     assert counts.min() > 0.8 * counts.mean(), "every row takes part alike"
 
 
-def test_a_peer_started_anew_draws_the_same_batches_and_another_draws_others(tmp_path: Path) -> None:
+def test_a_peer_started_anew_draws_the_same_batches_and_another_draws_others(
+    tmp_path: Path,
+) -> None:
     caps = Caps(examples=20)
-    first, again, other = (answers(site(caps, tmp_path / name)[0])[0] for name in ("log", "log", "other"))
+    first, again, other = (
+        answers(site(caps, tmp_path / name)[0])[0] for name in ("log", "log", "other")
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first, answers(site(caps)[0])[0])
 
 
 def test_a_stream_draws_no_more_than_it_can_hold() -> None:
-    user = coterie.User.stream("a", lambda size, seed, step: (torch.ones(size, 2), torch.ones(size, 1)))
+    user = coterie.User.stream(
+        "a", lambda size, seed, step: (torch.ones(size, 2), torch.ones(size, 1))
+    )
     peer = Peer(user, Passes(nn.Linear(2, 1), nn.functional.mse_loss), Caps())
-    assert peer.answer(Request(torch.zeros(1, 3), 0, 0, 2**40)).refused == "it draws 1048576 examples at most"
+    assert (
+        peer.answer(Request(torch.zeros(1, 3), 0, 0, 2**40)).refused
+        == "it draws 1048576 examples at most"
+    )
 
 
 def test_streams_and_dropout_do_not_draw_from_user_0s_seed(tmp_path: Path) -> None:
@@ -114,7 +143,9 @@ def test_streams_and_dropout_do_not_draw_from_user_0s_seed(tmp_path: Path) -> No
     user = coterie.User.stream("a", draw)
     for log in (tmp_path / "log", tmp_path / "log", tmp_path / "other"):
         model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1))
-        Peer(user, Passes(model, nn.functional.mse_loss), Caps(), log).answer(Request(torch.zeros(1, 3), 0, 0, 4))
+        Peer(user, Passes(model, nn.functional.mse_loss), Caps(), log).answer(
+            Request(torch.zeros(1, 3), 0, 0, 4)
+        )
     assert seen[0] == seen[1] != seen[2]
 
 
@@ -137,9 +168,9 @@ def test_peers_that_share_a_log_see_what_the_other_gave(tmp_path: Path) -> None:
     """Both were there before anything was given: neither has read the log to its end."""
     one, other = (site(Caps(gradients=3), tmp_path / "log")[0] for _ in range(2))
     request = Request(torch.zeros(1, WIDTH + 1, dtype=torch.float64), 0, 0, 50)
-    assert [peer.answer(request).refused is None for peer in (one, other, one, other, one)] == [True] * 3 + [
-        False
-    ] * 2
+    assert [peer.answer(request).refused is None for peer in (one, other, one, other, one)] == [
+        True
+    ] * 3 + [False] * 2
 
 
 def test_an_altered_or_lost_line_is_told_and_one_cut_by_a_kill_is_not(tmp_path: Path) -> None:
@@ -152,7 +183,11 @@ def test_an_altered_or_lost_line_is_told_and_one_cut_by_a_kill_is_not(tmp_path: 
     assert Ledger(path).given == 4
     Ledger(path).give(caller="user 0")
     assert Ledger(path).given == 5
-    damaged = [whole.replace(b'"gradients": 1', b'"gradients": 0', 1), b"".join(lines[1:]), b"\n" + whole]
+    damaged = [
+        whole.replace(b'"gradients": 1', b'"gradients": 0', 1),
+        b"".join(lines[1:]),
+        b"\n" + whole,
+    ]
     damaged += [lines[0] + lines[2], whole[:40] + b"\xff" + whole[41:], b"".join(lines[:3]), b""]
     for content in damaged:
         path.write_bytes(content)
@@ -162,7 +197,9 @@ def test_an_altered_or_lost_line_is_told_and_one_cut_by_a_kill_is_not(tmp_path: 
     ledger = Ledger(path)
     with pytest.raises(FileError, match=r"log.count tells of 5 lines, and 4 are there"):
         _ = ledger.given
-    (tmp_path / "log.count").write_text(f"000000000004 {json.loads(lines[3])['chain']}\n", encoding="utf-8")
+    (tmp_path / "log.count").write_text(
+        f"000000000004 {json.loads(lines[3])['chain']}\n", encoding="utf-8"
+    )
     assert ledger.given == 4
     path.write_bytes(lines[0])
     with pytest.raises(FileError, match="has become shorter"):
@@ -184,7 +221,9 @@ def test_log_and_secret_are_their_owners_alone(tmp_path: Path) -> None:
         read_secret(tmp_path / "none")
 
 
-@pytest.mark.parametrize("text", ["a\nb", "\x1b[2J\x1b]0;title\x07", "\r{}", "\u2028\u2029\x85", "[/blue]"])
+@pytest.mark.parametrize(
+    "text", ["a\nb", "\x1b[2J\x1b]0;title\x07", "\r{}", "\u2028\u2029\x85", "[/blue]"]
+)
 def test_a_line_of_the_log_stays_one_line_of_plain_text(text: str, tmp_path: Path) -> None:
     peer, _ = site(Caps(), tmp_path / "log")
     peer.refuse(text, caller=text, step=text)

@@ -41,13 +41,23 @@ def test_a_site_gives_the_gradient_of_its_batch(peer: coterie.User) -> None:
     bias = torch.from_numpy(POINT[9:]).requires_grad_()
     inputs, targets = peer.batch(4, seed=5, step=2)
     expected = torch.autograd.grad(LOSS(inputs @ weight.T + bias, targets), [weight, bias])
-    np.testing.assert_allclose(answer["gradients"][0], torch.cat([g.flatten() for g in expected]), rtol=1e-12)
+    np.testing.assert_allclose(
+        answer["gradients"][0], torch.cat([g.flatten() for g in expected]), rtol=1e-12
+    )
     assert (answer["site"], answer["step"]) == ("peer 1", 2)
 
 
 def test_batches_are_those_of_the_user_in_any_order_of_steps(peer: coterie.User) -> None:
     site, x = peer_of(peer), torch.from_numpy(POINT)
-    for seed, size, step in [(5, 4, 0), (5, 4, 1), (5, 4, 500), (5, 4, 3), (5, 99, 4), (6, 4, 5), (5, 4, 6)]:
+    for seed, size, step in [
+        (5, 4, 0),
+        (5, 4, 1),
+        (5, 4, 500),
+        (5, 4, 3),
+        (5, 99, 4),
+        (6, 4, 5),
+        (5, 4, 6),
+    ]:
         inputs, targets = peer.batch(size, seed=seed, step=step)
         wanted = Passes(model(), LOSS).single(x, inputs, targets)[0]
         gradients = site.answer(Request(x[None], step, seed, size)).gradients
@@ -68,7 +78,9 @@ def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path:
     assert "gradients" in answer_message(capped, "server", request)
     assert not capped.is_willing()
     again = peer_of(peer, Caps(gradients=2), log)  # started anew
-    assert answer_message(again, "server", request) == {"refused": "it has given all the gradients it gives, 2"}
+    assert answer_message(again, "server", request) == {
+        "refused": "it has given all the gradients it gives, 2"
+    }
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [("norm" in line, "refused" in line) for line in lines] == [
         (True, False),
@@ -114,9 +126,16 @@ def test_an_error_at_a_site_stays_there(peer: coterie.User, tmp_path: Path) -> N
     assert "patient 7" in log.read_text()
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(peer: coterie.User, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_and_not_counted(
+    peer: coterie.User, tmp_path: Path
+) -> None:
     log = tmp_path / "requests.jsonl"
-    site = Peer(peer, Passes(model(), lambda output, target: LOSS(output, target) * math.inf), Caps(norm=1.0), log)
+    site = Peer(
+        peer,
+        Passes(model(), lambda output, target: LOSS(output, target) * math.inf),
+        Caps(norm=1.0),
+        log,
+    )
     assert site.answer(Request(torch.from_numpy(POINT)[None], 2, 5, 4)).refused == "not finite"
     assert site.ledger.given == 0
     assert json.loads(log.read_text())["refused"] == "not finite"
@@ -145,7 +164,10 @@ def test_clipping_holds_where_squares_overflow(dtype: torch.dtype) -> None:
     shorter, norm = clipped(large, 1.0)
     torch.testing.assert_close(shorter, torch.tensor([0.6, 0.8], dtype=dtype))
     assert norm == pytest.approx(5 * (torch.finfo(dtype).max / 8))
-    assert clipped(torch.tensor([1.0, math.nan]), 1.0)[1] != clipped(torch.tensor([1.0, math.nan]), 1.0)[1]
+    assert (
+        clipped(torch.tensor([1.0, math.nan]), 1.0)[1]
+        != clipped(torch.tensor([1.0, math.nan]), 1.0)[1]
+    )
 
 
 def test_a_line_of_the_log_is_short_whatever_was_asked(peer: coterie.User, tmp_path: Path) -> None:
@@ -154,7 +176,9 @@ def test_a_line_of_the_log_is_short_whatever_was_asked(peer: coterie.User, tmp_p
     assert len(log.read_text()) < 1000
 
 
-@pytest.mark.parametrize("caps", [{"gradients": -1}, {"norm": 0.0}, {"norm": math.nan}, {"examples": 0}])
+@pytest.mark.parametrize(
+    "caps", [{"gradients": -1}, {"norm": 0.0}, {"norm": math.nan}, {"examples": 0}]
+)
 def test_caps_are_checked(caps: dict[str, Any]) -> None:
     with pytest.raises(KnobError):
         Caps(**caps)

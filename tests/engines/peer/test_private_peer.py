@@ -49,20 +49,30 @@ LOSS = nn.functional.mse_loss
 
 def user(n: int = N) -> coterie.User:
     generator = torch.Generator().manual_seed(0)
-    return coterie.User("a", torch.randn(n, WIDTH, generator=generator), torch.randn(n, 1, generator=generator))
+    return coterie.User(
+        "a", torch.randn(n, WIDTH, generator=generator), torch.randn(n, 1, generator=generator)
+    )
 
 
 def peer(log: Path | None, privacy: Privacy | None = None, caps: Caps | None = None) -> Peer:
     """Return a peer whose ε allows some gradients of all its examples."""
     torch.manual_seed(0)
     return Peer(
-        user(), Passes(nn.Linear(WIDTH, 1), LOSS), caps, log, privacy=privacy or Privacy(1.5, DELTA, 1.0, 8.0)
+        user(),
+        Passes(nn.Linear(WIDTH, 1), LOSS),
+        caps,
+        log,
+        privacy=privacy or Privacy(1.5, DELTA, 1.0, 8.0),
     )
 
 
 def request(points: int = 1, **changes: Any) -> Request:
     return Request(
-        torch.zeros(points, WIDTH + 1), step=0, seed=0, batch_size=changes.pop("batch_size", N), **changes
+        torch.zeros(points, WIDTH + 1),
+        step=0,
+        seed=0,
+        batch_size=changes.pop("batch_size", N),
+        **changes,
     )
 
 
@@ -104,7 +114,9 @@ class Renormed(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, 1),
-    "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)),
+    "layers": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1)
+    ),
     "fixed statistics": lambda: nn.Sequential(nn.BatchNorm1d(WIDTH).eval(), nn.Linear(WIDTH, 1)),
     "not mapped": Looking,
 }
@@ -122,7 +134,9 @@ def test_it_gives_the_clipped_mean_and_the_stated_noise(name: str) -> None:
     total = torch.zeros_like(x)
     for index in range(n):
         inputs, targets = held.take(torch.tensor([index]), seed=0, step=0)
-        gradient = torch.autograd.grad(LOSS(model(inputs), targets), list(passes.parameters.named.values()))
+        gradient = torch.autograd.grad(
+            LOSS(model(inputs), targets), list(passes.parameters.named.values())
+        )
         row = torch.cat([part.flatten() for part in gradient])
         total += row * min(1.0, clip / float(row.norm()))
     deviation = 2.0 * clip / n
@@ -135,7 +149,9 @@ def test_it_gives_the_clipped_mean_and_the_stated_noise(name: str) -> None:
     [lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 1)), Dropping, Renormed],
     ids=["dropout", "by hand", "renormed"],
 )
-def test_an_example_adds_no_more_than_the_clip_whatever_it_draws_or_changes(make: Callable[[], nn.Module]) -> None:
+def test_an_example_adds_no_more_than_the_clip_whatever_it_draws_or_changes(
+    make: Callable[[], nn.Module],
+) -> None:
     """Who knows the state of the generators must not see the others' dropout move when an example joins them."""
     torch.manual_seed(1)
     private = PrivateGradients(user(), Passes(make(), LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
@@ -160,7 +176,9 @@ class Jittered(Dataset[tuple[Tensor, Tensor]]):
 
 def test_a_data_set_that_draws_is_taken_and_no_item_moves_the_draws_of_another() -> None:
     held = coterie.User.from_dataset("a", Jittered())
-    private = PrivateGradients(held, Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(9.0, DELTA, 0.1, 1.0), None)
+    private = PrivateGradients(
+        held, Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(9.0, DELTA, 0.1, 1.0), None
+    )
     x = torch.ones(WIDTH + 1)
     sums = [private._clipped(x, torch.arange(n, N), None, 0, 0) for n in (0, 1)]
     assert 0.05 < float((sums[0] - sums[1]).norm()) <= 0.1 + 1e-6
@@ -170,16 +188,22 @@ def test_dropout_differs_from_step_to_step() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 1))
     private = PrivateGradients(user(), Passes(model, LOSS), Privacy(9.0, DELTA, 1.0, 1.0), None)
     x = private.passes.parameters.vector()
-    first, second, again = (private._clipped(x, torch.arange(N), None, 0, step) for step in (0, 1, 0))
+    first, second, again = (
+        private._clipped(x, torch.arange(N), None, 0, step) for step in (0, 1, 0)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
 
 
 def test_the_mean_over_samples_is_the_mean_over_examples() -> None:
-    private = PrivateGradients(user(), Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(9.0, DELTA, 100.0, 0.1), None)
+    private = PrivateGradients(
+        user(), Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(9.0, DELTA, 100.0, 0.1), None
+    )
     x = torch.zeros(WIDTH + 1)
     given = torch.stack([private.gradient(x, event=Event(0.25, 0.1)) for _ in range(200)])
-    exact = Passes(nn.Linear(WIDTH, 1), LOSS).single(x, *user().take(torch.arange(N), seed=0, step=0))[0]
+    exact = Passes(nn.Linear(WIDTH, 1), LOSS).single(
+        x, *user().take(torch.arange(N), seed=0, step=0)
+    )[0]
     error = (given.mean(0) - exact) / (given.std(0) / math.sqrt(200))
     assert float(error.abs().max()) < 5
 
@@ -218,16 +242,24 @@ def test_what_is_left_is_what_epsilon_allows_too(tmp_path: Path) -> None:
     assert site.terms(N, 9 * most)["left"] == most
     site.answer(request(4))
     terms = site.terms(N, 9 * most)
-    assert (terms["left"], terms["willing"], terms["promise"]["spent"]) == (most - 4, True, site.epsilon)
+    assert (terms["left"], terms["willing"], terms["promise"]["spent"]) == (
+        most - 4,
+        True,
+        site.epsilon,
+    )
     capped = peer(tmp_path / "log", caps=Caps(gradients=6))
     assert capped.terms(N, 9 * most)["left"] == 2
-    assert [site.terms(*bad)["left"] for bad in ((0, 1), ("1", 1), (True, 1), (N, 2**40))] == [None] * 4
+    assert [site.terms(*bad)["left"] for bad in ((0, 1), ("1", 1), (True, 1), (N, 2**40))] == [
+        None
+    ] * 4
     while site.ledger.given < most:
         site.answer(request())
     assert (site.terms(N, 1)["left"], site.terms(N, 1)["willing"]) == (0, False)
 
 
-def test_no_question_keeps_the_accountant_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_question_keeps_the_accountant_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """User 0 may ask, for nothing, whether ε lasts for billions of gradients."""
     asked: list[int] = []
 
@@ -256,7 +288,9 @@ def test_a_package_that_is_missing_is_told_before_anything_is_promised(
 ) -> None:
     """An error in an answer does not leave: user 0 would see a peer that gives nothing, and nobody would know."""
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(CoterieError, match=r"cryptography is not installed; `pip install \"cryptography>="):
+    with pytest.raises(
+        CoterieError, match=r"cryptography is not installed; `pip install \"cryptography>="
+    ):
         peer(tmp_path / "log")
 
 
@@ -271,7 +305,8 @@ def test_an_example_whose_gradient_is_not_finite_is_not_told(tmp_path: Path) -> 
     assert bool(given.isfinite().all())
 
 
-@pytest.mark.parametrize("place", [0, N])  # among the examples that the model is tried with, and not
+# among the examples that the model is tried with, and not
+@pytest.mark.parametrize("place", [0, N])
 @pytest.mark.parametrize("layers", [[], [nn.Unflatten(1, (WIDTH,))]])  # by layer, and by example
 @pytest.mark.parametrize("bad", ["class", "input"])
 def test_an_example_that_does_not_pass_is_not_told(
@@ -279,13 +314,18 @@ def test_an_example_that_does_not_pass_is_not_told(
 ) -> None:
     """A class that the model does not have is an error: whether it comes would tell that the example is there."""
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
-    inputs, targets = user(N + 1).take(torch.arange(N + 1), seed=0, step=0)[0], torch.arange(N + 1) % 3
+    inputs, targets = (
+        user(N + 1).take(torch.arange(N + 1), seed=0, step=0)[0],
+        torch.arange(N + 1) % 3,
+    )
     if bad == "class":
         targets[place] = 3
     else:
         inputs[place] = math.nan
     held, privacy = coterie.User("a", inputs, targets), Privacy(1.5, DELTA, 1.0, 8.0)
-    site = Peer(held, Passes(model, nn.functional.cross_entropy), None, tmp_path / "log", privacy=privacy)
+    site = Peer(
+        held, Passes(model, nn.functional.cross_entropy), None, tmp_path / "log", privacy=privacy
+    )
     assert site.answer(Request(torch.zeros(1, 12), 0, 0, N + 1)).refused is None
     x, private = torch.zeros(12), site._private
     assert private is not None
@@ -310,7 +350,8 @@ def test_examples_are_clipped_alike_however_they_are_passed() -> None:
 
 
 def test_a_model_that_passes_no_example_is_told() -> None:
-    alone = nn.Sequential(nn.Linear(WIDTH, 1), nn.GroupNorm(1, 1))  # it wants more than one number to normalise
+    # it wants more than one number to normalise
+    alone = nn.Sequential(nn.Linear(WIDTH, 1), nn.GroupNorm(1, 1))
     with pytest.raises(UserCodeError, match="given one example, raised ValueError"):
         PrivateGradients(user(), Passes(alone, LOSS), Privacy(9.0, DELTA, 0.1, 1.0), None)
     model = nn.Linear(WIDTH, 1)
@@ -323,10 +364,14 @@ def test_where_one_gradient_is_not_finite_the_others_count() -> None:
     inputs = user(4).examples.take(torch.arange(4))[0]
     inputs[0] = 1e15  # whose squares are too large
     held = coterie.User("a", inputs, torch.zeros(4, 1))
-    private = PrivateGradients(user(4), Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None)
+    private = PrivateGradients(
+        user(4), Passes(nn.Linear(WIDTH, 1), LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None
+    )
     assert private._by_layer
     x, private.user = torch.full((WIDTH + 1,), 1e15), held
-    rows = torch.stack([private.passes.single(x, inputs[[k]], torch.zeros(1, 1))[0] for k in range(1, 4)])
+    rows = torch.stack(
+        [private.passes.single(x, inputs[[k]], torch.zeros(1, 1))[0] for k in range(1, 4)]
+    )
     total = private._clipped(x, torch.arange(4), None, 0, 0)
     expected = (rows.double() / rows.double().norm(dim=1, keepdim=True)).sum(0)
     torch.testing.assert_close(total, expected, rtol=2 * MARGIN, atol=0)
@@ -375,7 +420,10 @@ def test_user_0_cannot_have_the_noise_of_ever_other_batches_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where noise follows from ε, to find it takes seconds; a question costs user 0 nothing."""
-    site, looked_for = peer(tmp_path / "log", Privacy(9.0, DELTA, 1.0), Caps(gradients=500)), set[float]()
+    site, looked_for = (
+        peer(tmp_path / "log", Privacy(9.0, DELTA, 1.0), Caps(gradients=500)),
+        set[float](),
+    )
 
     def noise_at(self: Privacy, rate: float, gradients: int | None) -> float:
         looked_for.add(rate)
@@ -395,7 +443,10 @@ def test_batches_of_the_size_that_was_promised_and_of_no_other(tmp_path: Path) -
     site = peer(tmp_path / "log", Privacy(1.5, DELTA, 1.0, 8.0, batch_size=N // 4))
     assert site.answer(request(batch_size=N // 4)).gradients is not None
     for other in (1, N // 4 + 1, N):
-        assert site.answer(request(batch_size=other)).refused == "it gives gradients of batches of 10 only"
+        assert (
+            site.answer(request(batch_size=other)).refused
+            == "it gives gradients of batches of 10 only"
+        )
         assert (site.terms(other, 1)["left"], site.terms(other, 1)["batch_size"]) == (0, N // 4)
     assert site.ledger.spent == {Event(0.25, 8.0): 1}
     assert site.terms(N // 4, 3)["left"] == 3
@@ -415,13 +466,15 @@ class TestDamage:
         whole = log.read_text()
         lines = whole.splitlines(keepends=True)
         fewer = whole.replace('"gradients": 1', '"gradients": 0', 1)
-        sampled = whole.replace('"rate": 1.0', '"rate": 0.1', 1)  # as if most examples had not been in the sample
+        # as if most examples had not been in the sample
+        sampled = whole.replace('"rate": 1.0', '"rate": 0.1', 1)
         for damaged in (fewer, sampled, lines[0], "".join(lines[1:]), ""):
             log.write_text(damaged)
             with pytest.raises(FileError, match="damaged"):
                 peer(log)
         log.unlink()
-        with pytest.raises(FileError, match="damaged"):  # at once: nothing may say that ε = 0 was spent
+        # at once: nothing may say that ε = 0 was spent
+        with pytest.raises(FileError, match="damaged"):
             peer(log)
 
     @pytest.mark.parametrize(
@@ -438,12 +491,18 @@ class TestDamage:
         with pytest.raises(FileError, match="cannot be"):
             _ = Ledger(tmp_path / "log").given
 
-    def test_a_clock_that_goes_back_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_clock_that_goes_back_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         site = peer(tmp_path / "log")
         site.answer(request())
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now - 3600)
-        for again in (site, site, peer(tmp_path / "log")):  # that a refusal was noted since does not excuse it
+        for again in (
+            site,
+            site,
+            peer(tmp_path / "log"),
+        ):  # that a refusal was noted since does not excuse it
             assert "clock" in str(again.answer(request()).refused)
         monkeypatch.undo()
         assert site.answer(request()).gradients is not None
@@ -466,25 +525,40 @@ class TestRefusal:
 
     def test_a_batch_size_that_the_caps_refuse(self, tmp_path: Path) -> None:
         promise = Privacy(1.0, DELTA, 1.0, 1.0, batch_size=4)
-        with pytest.raises(KnobError, match="`batch_size` must be at least `examples` of the caps, 5, got 4"):
+        with pytest.raises(
+            KnobError, match="`batch_size` must be at least `examples` of the caps, 5, got 4"
+        ):
             peer(tmp_path / "log", promise, Caps(examples=5))
-        assert peer(tmp_path / "log", promise, Caps(examples=4)).answer(request(batch_size=4)).gradients is not None
+        assert (
+            peer(tmp_path / "log", promise, Caps(examples=4))
+            .answer(request(batch_size=4))
+            .gradients
+            is not None
+        )
 
     def test_a_delta_of_one_over_n(self, tmp_path: Path) -> None:
         with pytest.raises(KnobError, match="`delta`"):
             peer(tmp_path / "log", Privacy(1.0, 1 / N, 1.0, 1.0))
 
     def test_a_stream(self) -> None:
-        stream = coterie.User.stream("a", lambda size, seed, step: (torch.ones(size, 2), torch.ones(size, 1)))
+        stream = coterie.User.stream(
+            "a", lambda size, seed, step: (torch.ones(size, 2), torch.ones(size, 1))
+        )
         with pytest.raises(DataError, match="stream"):
-            PrivateGradients(stream, Passes(nn.Linear(2, 1), LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None)
+            PrivateGradients(
+                stream, Passes(nn.Linear(2, 1), LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None
+            )
 
     @pytest.mark.parametrize(
         ("model", "loss", "said"),
         [
             (nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)), LOSS, "BatchNorm1d"),
             (nn.Linear(WIDTH, 1), nn.MSELoss(reduction="sum"), "not the mean"),
-            (nn.Linear(WIDTH, 1), lambda output, y: LOSS(output - output.mean(), y), "not the mean"),
+            (
+                nn.Linear(WIDTH, 1),
+                lambda output, y: LOSS(output - output.mean(), y),
+                "not the mean",
+            ),
         ],
     )
     def test_examples_that_mix(self, model: nn.Module, loss: Any, said: str) -> None:
@@ -509,8 +583,12 @@ class Following(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("make", [Renormed, lambda: Following(frozen=True)], ids=["renormed", "following"])
-def test_what_an_example_changes_in_frozen_parameters_is_nothing_to_the_next(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "make", [Renormed, lambda: Following(frozen=True)], ids=["renormed", "following"]
+)
+def test_what_an_example_changes_in_frozen_parameters_is_nothing_to_the_next(
+    make: Callable[[], nn.Module],
+) -> None:
     """Nor does it matter when: user 0 may send frozen parameters that the model begins to change."""
     torch.manual_seed(1)
     model = nn.Sequential(make(), nn.Linear(1, 1))
@@ -525,7 +603,9 @@ def test_what_an_example_changes_in_frozen_parameters_is_nothing_to_the_next(mak
         parameter.mul_(1e4)
     before = [parameter.clone() for parameter in frozen]
     x = private.passes.parameters.vector()
-    totals = [private._clipped(x, chosen, None, 0, 0) for chosen in (torch.arange(1, N), torch.arange(N))]
+    totals = [
+        private._clipped(x, chosen, None, 0, 0) for chosen in (torch.arange(1, N), torch.arange(N))
+    ]
     assert 0.1 < float((totals[0] - totals[1]).norm()) <= 1
     assert all(torch.equal(*pair) for pair in zip(before, frozen, strict=True))
 
@@ -534,11 +614,16 @@ def test_a_loss_that_changes_its_own_tensors_is_refused() -> None:
     """An example would act on those after it, and on those of every later gradient."""
     with pytest.raises(ModelError, match="the loss changes its own 'seen'"):
         PrivateGradients(
-            user(), Passes(nn.Linear(WIDTH, 1), Following(frozen=False)), Privacy(9.0, DELTA, 1.0, 1.0), None
+            user(),
+            Passes(nn.Linear(WIDTH, 1), Following(frozen=False)),
+            Privacy(9.0, DELTA, 1.0, 1.0),
+            None,
         )
 
 
-def test_examples_that_mix_are_refused_where_sums_have_no_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_that_mix_are_refused_where_sums_have_no_fixed_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two passes of a GPU differ in their last digits, as if the model drew random numbers."""
     plain = Passes.single
 
@@ -553,7 +638,9 @@ def test_examples_that_mix_are_refused_where_sums_have_no_fixed_order(monkeypatc
     PrivateGradients(user(), Passes(model, LOSS), Privacy(1.0, DELTA, 1.0, 1.0), None)
 
 
-def test_sums_by_layer_are_compared_in_the_precision_they_are_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_by_layer_are_compared_in_the_precision_they_are_computed_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A GPU's convolutions are in TensorFloat32 otherwise: sums differ by hundredths, and no layer would do."""
     plain, allowed = Passes.each_example, []
 
@@ -597,7 +684,11 @@ def test_processes_on_one_log_never_overspend(tmp_path: Path) -> None:
         (tmp_path / f"gave {given} {os.getpid()}").touch()
 
     assert [ended(child) for child in [forked(ask) for _ in range(2)]] == [0, 0]
-    assert sum(int(path.name.split()[1]) for path in tmp_path.glob("gave *")) == most == Ledger(log).given
+    assert (
+        sum(int(path.name.split()[1]) for path in tmp_path.glob("gave *"))
+        == most
+        == Ledger(log).given
+    )
 
 
 def test_it_answers_as_a_site(tmp_path: Path) -> None:
@@ -610,12 +701,18 @@ def test_it_answers_as_a_site(tmp_path: Path) -> None:
     assert sites.responders["a"].peer.ledger.given == 2
 
 
-def test_neither_an_error_nor_how_many_examples_there_are_leaves_a_private_worker(tmp_path: Path) -> None:
+def test_neither_an_error_nor_how_many_examples_there_are_leaves_a_private_worker(
+    tmp_path: Path,
+) -> None:
     """What it raises goes into notes that everybody reads; what it promises holds for the text too."""
     targets = torch.arange(N) % 3
     targets[7] = 5
     stray = coterie.User("a", user().take(torch.arange(N), seed=0, step=0)[0], targets)
-    model, loss, notes = nn.Linear(WIDTH, 3), nn.functional.cross_entropy, Group(HashStore(), 1, 2, 0.5)
+    model, loss, notes = (
+        nn.Linear(WIDTH, 3),
+        nn.functional.cross_entropy,
+        Group(HashStore(), 1, 2, 0.5),
+    )
     run = {"batch_size": N, "seed": 0, "compress": None, "backend": "gloo", "nonce": ""}
     notes.leave_note("run", run | {"moves_buffers": False, "secure_sums": False})
     given: dict[str, Any] = {"privacy": Privacy(9.0, DELTA, 1.0, 8.0), "log": tmp_path / "log"}

@@ -53,7 +53,13 @@ def user(name: str, n: int = 40) -> coterie.User:
 
 def sites(privacy: Privacy | None = None, folder: Path | None = None) -> LocalSites:
     held = {
-        name: Peer(user(name), Passes(model(), LOSS), None if privacy is None else Caps(), log, privacy=privacy)
+        name: Peer(
+            user(name),
+            Passes(model(), LOSS),
+            None if privacy is None else Caps(),
+            log,
+            privacy=privacy,
+        )
         for name in GOOD + WRONG
         for log in (None if folder is None else folder / name,)
     }
@@ -61,13 +67,19 @@ def sites(privacy: Privacy | None = None, folder: Path | None = None) -> LocalSi
 
 
 def grouped(*args: Any, carrying: LocalSites | None = None, **knobs: Any) -> Remote:
-    how: dict[str, Any] = {"sites": carrying or sites(), "names": GOOD + WRONG, "secure_sums": GROUPS}
+    how: dict[str, Any] = {
+        "sites": carrying or sites(),
+        "names": GOOD + WRONG,
+        "secure_sums": GROUPS,
+    }
     return Remote(*args, **how | knobs)
 
 
 def test_a_group_gives_the_mean_of_its_sites_at_several_points() -> None:
     made = grouped(model(), LOSS, user("me"), batch_size=8, seed=2)
-    inside = coterie.InProcess(model(), LOSS, user("me"), [user(n) for n in GOOD + WRONG], batch_size=8, seed=2)
+    inside = coterie.InProcess(
+        model(), LOSS, user("me"), [user(n) for n in GOOD + WRONG], batch_size=8, seed=2
+    )
     points = torch.randn(3, D, generator=torch.Generator().manual_seed(1))
     asked = torch.tensor([[0.5, 0.5], [0.2, 0.8], [1.0, math.nan]], dtype=torch.float64)
     found = made.ask(Question(points, 5, asked, rows=True))().rows
@@ -83,7 +95,13 @@ def test_a_group_gives_the_mean_of_its_sites_at_several_points() -> None:
 
 
 def test_adaptive_averaging_weighs_groups_under_masks() -> None:
-    options: dict[str, Any] = {"steps": 30, "lr": 0.05, "batch_size": 8, "progress": False, "engine": grouped}
+    options: dict[str, Any] = {
+        "steps": 30,
+        "lr": 0.05,
+        "batch_size": 8,
+        "progress": False,
+        "engine": grouped,
+    }
     run = coterie.train(model(), LOSS, user("me"), [], coterie.AdaptiveAveraging(), **options)
     tau = run.record.end.account["tau"]
     assert tau.get("good", 0) > 0.8
@@ -102,7 +120,9 @@ def test_a_site_that_is_lost_is_lost_to_its_group_alone() -> None:
     carrying.responders["b"] = gone
     g = made.gradients(x, 2, tau, rows=True)
     assert g.left_out == {}
-    inside = coterie.InProcess(model(), LOSS, user("me"), [user(n) for n in "acd"], batch_size=8, seed=2)
+    inside = coterie.InProcess(
+        model(), LOSS, user("me"), [user(n) for n in "acd"], batch_size=8, seed=2
+    )
     rest = inside.gradients(x, 2, dict.fromkeys("acd", 1 / 3), rows=True).rows
     assert g.rows is not None
     assert rest is not None
@@ -119,12 +139,20 @@ def test_what_groups_cannot_have_is_refused() -> None:
             grouped(model(), LOSS, user("me"), secure_sums=wrong)
     with pytest.raises(KnobError, match="`compress` must be None with `secure_sums`"):
         grouped(model(), LOSS, user("me"), compress="bf16")
-    made = grouped(model(), LOSS, user("me"), secure_sums={"few": ("a", "b"), "wrong": WRONG}, batch_size=8)
+    made = grouped(
+        model(), LOSS, user("me"), secure_sums={"few": ("a", "b"), "wrong": WRONG}, batch_size=8
+    )
     left_out = made.gradients(torch.zeros(D), 0, {"few": 0.5, "wrong": 0.5}).left_out
     assert "it gives sums of at least 3 peers" in left_out["few"]
     with pytest.raises(KnobError, match="`local_steps` needs peers that take steps of their own"):
         coterie.train(
-            model(), LOSS, user("me"), [], coterie.BiasCorrection(0.5, 0.1), engine=grouped, local_steps=2
+            model(),
+            LOSS,
+            user("me"),
+            [],
+            coterie.BiasCorrection(0.5, 0.1),
+            engine=grouped,
+            local_steps=2,
         )
 
 
@@ -145,8 +173,16 @@ def test_validation_at_user_0_guards_a_masked_sum() -> None:
 
     def served(group: str) -> str:
         secure = functools.partial(grouped, secure_sums=True, names=GROUPS[group])
-        options: dict[str, Any] = {"steps": 40, "lr": 0.05, "batch_size": 8, "progress": False, "engine": secure}
-        run = coterie.train(model(), LOSS, user("me"), [], coterie.WeightedAveraging(0.9), **options)
+        options: dict[str, Any] = {
+            "steps": 40,
+            "lr": 0.05,
+            "batch_size": 8,
+            "progress": False,
+            "engine": secure,
+        }
+        run = coterie.train(
+            model(), LOSS, user("me"), [], coterie.WeightedAveraging(0.9), **options
+        )
         assert run.record.end.guard is not None
         return run.record.end.guard.served
 
@@ -175,10 +211,17 @@ def test_a_sketch_of_a_private_peer_is_of_what_has_the_noise(tmp_path: Path) -> 
         with fuzz.worker() as other:
             given: dict[str, Any] = {"sums_only": False, "secure_sums": False, "caps": None}
             given |= {"log": tmp_path / "log", "privacy": privacy}
-            one = _Worker(other.group, nn.Linear(3, 2), nn.functional.cross_entropy, fuzz.user(), **given)
+            one = _Worker(
+                other.group, nn.Linear(3, 2), nn.functional.cross_entropy, fuzz.user(), **given
+            )
             one.sketch = 4
             keep = one.wire.collect_sketches
-            one.wire.collect_sketches = lambda n, k, s=None: (shown.append(s.clone()), keep(n, k, s))[1]  # type: ignore
+
+            def collect(n, k, s=None, keep=keep):  # type: ignore
+                shown.append(s.clone())
+                return keep(n, k, s)
+
+            one.wire.collect_sketches = collect  # type: ignore[method-assign]
             for _ in range(2):
                 one.wire.request.ask(Ask.SUM, 3, 1)
                 one.wire.request.weights.fill_(1 / 3)

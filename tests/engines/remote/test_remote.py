@@ -1,6 +1,7 @@
 """Peers in other organisations: what becomes of those that are late, gone, back, wrong, or unwilling.
 
-The sites answer in this process; `test_consortium.py` has them in processes of their own, over NVFLARE.
+The sites answer in this process; `test_consortium.py` has them in processes of their own, over
+NVFLARE.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ Users = Callable[..., list[coterie.User]]
 class Sites(LocalSites):
     """Sites whose answers can be changed by (site, step) on the way; None is no answer."""
 
-    def __init__(self, users: Sequence[coterie.User], change: Callable[[str, int, Any], Any] | None = None) -> None:
+    def __init__(
+        self, users: Sequence[coterie.User], change: Callable[[str, int, Any], Any] | None = None
+    ) -> None:
         super().__init__({user.name: peer_of(user) for user in users})
         self.change = change or (lambda name, step, answer: answer)
         self.asked: list[tuple[str, tuple[str, ...]]] = []
         self.silent: set[str] = set()
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         self.asked.append((method, tuple(names)))
         answers: Mapping[str, Any] = super().ask(names, method, timeout, **arguments).wait()
         if method == "gradients":
             answers = {
-                name: self.change(name, arguments["request"]["step"], answer) for name, answer in answers.items()
+                name: self.change(name, arguments["request"]["step"], answer)
+                for name, answer in answers.items()
             }
-        return LocalReplies({n: a for n, a in answers.items() if a is not None and n not in self.silent})
+        return LocalReplies(
+            {n: a for n, a in answers.items() if a is not None and n not in self.silent}
+        )
 
 
 def engine(users: Sequence[coterie.User], sites: Sites, **knobs: Any) -> Remote:
@@ -49,7 +57,9 @@ def engine(users: Sequence[coterie.User], sites: Sites, **knobs: Any) -> Remote:
     return Remote(model(), LOSS, users[0], sites=sites, names=names, batch_size=4, seed=5, **knobs)
 
 
-def both(make_users: Users, change: Callable[[str, int, Any], Any], **knobs: Any) -> tuple[Any, Any]:
+def both(
+    make_users: Users, change: Callable[[str, int, Any], Any], **knobs: Any
+) -> tuple[Any, Any]:
     """Return step 0 with the answers changed, and step 0 in process with peer 1 left out."""
     users = make_users()
     x = torch.nn.utils.parameters_to_vector(model().parameters()).detach()
@@ -131,9 +141,15 @@ def test_traffic_is_what_was_sent(make_users: Users) -> None:
     for step in range(2):
         made.gradients(torch.zeros(12, dtype=torch.float64), step, TAU)
     traffic = made.traffic()
-    assert (traffic["me"].bytes_sent, traffic["me"].bytes_received) == (2 * 3 * 12 * 8, 2 * 2 * 12 * 8)
+    assert (traffic["me"].bytes_sent, traffic["me"].bytes_received) == (
+        2 * 3 * 12 * 8,
+        2 * 2 * 12 * 8,
+    )
     assert (traffic["peer 1"].bytes_sent, traffic["peer 1"].bytes_received) == (0, 2 * 12 * 8)
-    assert (traffic["peer 2"].bytes_sent, traffic["peer 2"].bytes_received) == (2 * 12 * 8, 2 * 12 * 8)
+    assert (traffic["peer 2"].bytes_sent, traffic["peer 2"].bytes_received) == (
+        2 * 12 * 8,
+        2 * 12 * 8,
+    )
 
 
 def test_sites_tell_how_many_examples_they_have_before_the_first_step(make_users: Users) -> None:
@@ -145,7 +161,9 @@ def test_sites_tell_how_many_examples_they_have_before_the_first_step(make_users
     assert told == {user.name: len(user) for user in users if user.name != "peer 2"}
 
 
-def test_a_silent_site_is_dropped_and_taken_back(make_users: Users, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_site_is_dropped_and_taken_back(
+    make_users: Users, caplog: pytest.LogCaptureFixture
+) -> None:
     users = make_users()
     sites = Sites(users[1:])
     made = engine(users, sites, misses=3, probe_every=4)
@@ -173,12 +191,15 @@ def test_a_silent_site_is_dropped_and_taken_back(make_users: Users, caplog: pyte
 
 def test_a_site_that_only_says_it_is_back_is_waited_for_ever_more_rarely(make_users: Users) -> None:
     users = make_users()
-    sites = Sites(users[1:], lambda name, step, answer: None if name == "peer 1" and step != 70 else answer)
+    sites = Sites(
+        users[1:], lambda name, step, answer: None if name == "peer 1" and step != 70 else answer
+    )
     made = engine(users, sites, misses=2, probe_every=1)
     x = torch.zeros(12, dtype=torch.float64)
     left_out = [made.gradients(x, step, TAU).left_out.get("peer 1") for step in range(70)]
     waited = [step for step, reason in enumerate(left_out) if reason == "no answer"]
-    assert waited == [0, 1, 3, 6, 11, 20, 37]  # pauses of 1, 2, 4, 8, 16 steps, and one for the question
+    # pauses of 1, 2, 4, 8, 16 steps, and one for the question
+    assert waited == [0, 1, 3, 6, 11, 20, 37]
     assert made.gradients(x, 70, TAU).left_out == {}
     assert [made.gradients(x, step, TAU).left_out.get("peer 1") for step in range(71, 75)] == [
         *["no answer"] * 2,
@@ -187,12 +208,16 @@ def test_a_site_that_only_says_it_is_back_is_waited_for_ever_more_rarely(make_us
     ]
 
 
-@pytest.mark.parametrize("reply", [{"willing": np.ones(2)}, {"willing": False}, {}, "yes", {"willing": 1}], ids=str)
+@pytest.mark.parametrize(
+    "reply", [{"willing": np.ones(2)}, {"willing": False}, {}, "yes", {"willing": 1}], ids=str
+)
 def test_only_a_willing_site_is_taken_back(reply: Any, make_users: Users) -> None:
     users = make_users()
 
     class Odd(Sites):
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> LocalReplies:
             found = super().ask(names, method, timeout, **arguments)
             return LocalReplies(dict.fromkeys(names, reply)) if method == "ready" else found
 
@@ -200,12 +225,16 @@ def test_only_a_willing_site_is_taken_back(reply: Any, make_users: Users) -> Non
     for step in range(9):
         made.gradients(torch.zeros(12, dtype=torch.float64), step, TAU)
     assert made.dropped == ("peer 1",)
-    assert made.gradients(torch.zeros(12, dtype=torch.float64), 9, TAU).left_out == {"peer 1": "not waited for"}
+    assert made.gradients(torch.zeros(12, dtype=torch.float64), 9, TAU).left_out == {
+        "peer 1": "not waited for"
+    }
 
 
 def test_misses_must_follow_each_other(make_users: Users) -> None:
     users = make_users()
-    sites = Sites(users[1:], lambda name, step, answer: None if name == "peer 1" and step % 3 else answer)
+    sites = Sites(
+        users[1:], lambda name, step, answer: None if name == "peer 1" and step % 3 else answer
+    )
     made = engine(users, sites, misses=3)
     for step in range(12):
         made.gradients(torch.zeros(12, dtype=torch.float64), step, TAU)
@@ -222,7 +251,9 @@ def test_a_site_with_bad_messages_is_asked_on(make_users: Users) -> None:
         }
 
 
-def test_below_the_minimum_a_step_is_alone(make_users: Users, caplog: pytest.LogCaptureFixture) -> None:
+def test_below_the_minimum_a_step_is_alone(
+    make_users: Users, caplog: pytest.LogCaptureFixture
+) -> None:
     users = make_users()
     sites = Sites(users[1:])
     made = engine(users, sites, minimum=2, misses=9)
@@ -243,7 +274,13 @@ def test_below_the_minimum_a_step_is_alone(make_users: Users, caplog: pytest.Log
 
 def test_with_every_site_gone_the_run_is_alone_to_the_bit(make_users: Users) -> None:
     users = make_users()
-    options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "steps": 15,
+        "batch_size": 4,
+        "seed": 5,
+        "progress": False,
+    }
 
     def flare(*args: Any, **knobs: Any) -> Remote:
         return Remote(*args, sites=LocalSites({}), names=list(TAU), **knobs)
@@ -256,13 +293,23 @@ def test_with_every_site_gone_the_run_is_alone_to_the_bit(make_users: Users) -> 
     assert run.record.end.left_out["peer 3"] == {"no answer": 3, "not waited for": 12}
 
 
-def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: Users, tmp_path: Path) -> None:
+def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(
+    make_users: Users, tmp_path: Path
+) -> None:
     users = make_users()
     rule = coterie.WeightedAveraging(0.5)
-    options: dict[str, Any] = {"lr": 0.1, "steps": 20, "batch_size": 4, "seed": 5, "progress": False}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "steps": 20,
+        "batch_size": 4,
+        "seed": 5,
+        "progress": False,
+    }
 
     class Ended(Sites):
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> LocalReplies:
             if arguments.get("request", {}).get("step") == 7:
                 raise PeerLost("NVFLARE has ended the job")
             return super().ask(names, method, timeout, **arguments)
@@ -274,7 +321,9 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
     options |= {"out": tmp_path / "run"}
     with pytest.raises(PeerLost, match="after 7 steps is saved in"):
         coterie.train(model(), LOSS, users[0], [], rule, engine=flare(Ended), **options)
-    resumed = coterie.train(model(), LOSS, users[0], [], rule, engine=flare(Sites), resume=True, **options)
+    resumed = coterie.train(
+        model(), LOSS, users[0], [], rule, engine=flare(Sites), resume=True, **options
+    )
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -288,7 +337,10 @@ def test_a_job_that_was_ended_leaves_a_checkpoint_to_go_on_from(make_users: User
         ({"probe_every": 0}, "`probe_every` must be a whole number, at least 1"),
         ({"names": ["me"]}, "must have different names"),
         ({"names": ["a", "a"]}, "must have different names"),
-        ({"peers": [coterie.User("a", [[1.0], [2.0]], [0, 1])]}, "the peers' examples are at their sites"),
+        (
+            {"peers": [coterie.User("a", [[1.0], [2.0]], [0, 1])]},
+            "the peers' examples are at their sites",
+        ),
     ],
 )
 def test_knobs_are_checked(knobs: dict[str, Any], message: str, make_users: Users) -> None:

@@ -47,7 +47,9 @@ class Sites(LocalSites):
         self.answered: Callable[[str, str, Any], Any] = lambda name, method, answer: answer
         self.asked: list[tuple[str, tuple[str, ...]]] = []
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         self.asked.append((method, tuple(names)))
         answers: dict[str, Any] = {}
         for name in names:
@@ -63,7 +65,15 @@ class Sites(LocalSites):
 def engine(people: Sequence[coterie.User], sites: Any, **knobs: Any) -> Remote:
     names = [user.name for user in people[1:]]
     return Remote(
-        model(), LOSS, people[0], sites=sites, names=names, batch_size=4, seed=5, secure_sums=True, **knobs
+        model(),
+        LOSS,
+        people[0],
+        sites=sites,
+        names=names,
+        batch_size=4,
+        seed=5,
+        secure_sums=True,
+        **knobs,
     )
 
 
@@ -102,7 +112,9 @@ def test_time_spent_waiting_for_masked_parts_is_counted(monkeypatch: pytest.Monk
             return super().wait()
 
     class LateSites(Sites):
-        def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> LocalReplies:
             answers = super().ask(names, method, timeout, **arguments)
             return Late(answers.wait()) if method == "part" else answers
 
@@ -114,7 +126,13 @@ def test_time_spent_waiting_for_masked_parts_is_counted(monkeypatch: pytest.Monk
 
 def test_a_run_with_masked_sums_is_the_run_without() -> None:
     people, rule = users(3), coterie.BiasCorrection(0.7, 0.1)
-    options: dict[str, Any] = {"lr": 0.1, "steps": 15, "batch_size": 4, "seed": 5, "progress": False}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "steps": 15,
+        "batch_size": 4,
+        "seed": 5,
+        "progress": False,
+    }
 
     def secure(*args: Any, **knobs: Any) -> Remote:
         names = [user.name for user in people[1:]]
@@ -143,14 +161,18 @@ def test_masked_sums_over_many_steps_are_the_plain_ones(n: int, steps: int) -> N
         assert float((found.peers - wanted).norm() / wanted.norm()) < 1e-4
 
 
-def test_one_that_is_lost_costs_a_step_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_is_lost_costs_a_step_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     people = users(4)
     sites = Sites(people[1:])
     made = engine(people, sites)
     assert made.gradients(X, 0, tau_of(4)).left_out == {}
     sites.answered = lambda name, method, answer: None if name == "peer 2" else answer
     alone = made.gradients(X, 1, tau_of(4))
-    assert alone.left_out == {name: "no answer" if name == "peer 2" else MASKED for name in tau_of(4)}
+    assert alone.left_out == {
+        name: "no answer" if name == "peer 2" else MASKED for name in tau_of(4)
+    }
     assert alone.answered == 0
     assert alone.peers is not None
     assert torch.equal(alone.peers, alone.own)
@@ -184,7 +206,12 @@ def test_a_site_takes_no_part_where_its_entries_would_be_cut_or_rounded_away(
 
 def test_nothing_but_the_sum_tells_of_a_site(tmp_path: Path) -> None:
     """Bisection on a bias, numbers that overflow, rows that raise: two sites with other rows answer alike."""
-    attack = [at(bias) for bias in np.linspace(-3, 3, 18)] + [at(0.0, 1e9), at(0.0, 3e38), at(1e38), at(-3e38)]
+    attack = [at(bias) for bias in np.linspace(-3, 3, 18)] + [
+        at(0.0, 1e9),
+        at(0.0, 3e38),
+        at(1e38),
+        at(-3e38),
+    ]
     seen = [transcript(share, attack, tmp_path / f"{share}") for share in (0.2, 0.7)]
     assert seen[0] == seen[1]
     assert all(reply.keys() == {"joined"} for reply in seen[0][:3])
@@ -199,7 +226,9 @@ def test_nothing_but_the_sum_tells_of_a_site(tmp_path: Path) -> None:
     assert not reply.gradients.any()
 
 
-@pytest.mark.parametrize(("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(12))])
+@pytest.mark.parametrize(
+    ("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(12))]
+)
 def test_what_cannot_be_added_is_zero_or_clipped(bad: float, given: float) -> None:
     people = users(4)
     sites = Sites(people[1:])
@@ -231,7 +260,11 @@ def test_a_lead_who_asks_sites_different_things_gets_noise(change: dict[str, Any
     sites, parts = Sites(people[1:]), []
 
     def told(name: str, method: str, arguments: Any) -> Any:
-        return {"request": arguments["request"] | change} if (name, method) == ("peer 2", "part") else arguments
+        return (
+            {"request": arguments["request"] | change}
+            if (name, method) == ("peer 2", "part")
+            else arguments
+        )
 
     def answered(name: str, method: str, answer: Any) -> Any:
         if method == "part":
@@ -243,7 +276,9 @@ def test_a_lead_who_asks_sites_different_things_gets_noise(change: dict[str, Any
     made = engine(people, sites)
     g = made.gradients(X, 0, tau_of(3))
     assert g.answered == 0
-    assert set(g.left_out.values()) == {"the masks do not cancel: the sites were not asked the same"}
+    assert set(g.left_out.values()) == {
+        "the masks do not cancel: the sites were not asked the same"
+    }
     assert len({*(parts[0] + parts[1] + parts[2])[-4:].tolist(), 0}) == 5
 
 
@@ -253,7 +288,9 @@ class CuriousLead:
     def __init__(self, n: int = 4, sums: SumsOnly | None = None) -> None:
         self.sites = {user.name: Responder(peer_of(user), sums) for user in users(n)[1:]}
 
-    def agreement(self, weights: Mapping[str, float] | None = None, **changed: Any) -> dict[str, Any]:
+    def agreement(
+        self, weights: Mapping[str, float] | None = None, **changed: Any
+    ) -> dict[str, Any]:
         weights = weights or tau_of(len(self.sites))
         return {
             "weights": weights,
@@ -268,21 +305,34 @@ class CuriousLead:
 
 
 def request(**changed: Any) -> dict[str, Any]:
-    asked = {"points": X.numpy()[None], "step": 0, "seed": 5, "batch_size": 4, "buffers": {}, "frozen": None}
+    asked = {
+        "points": X.numpy()[None],
+        "step": 0,
+        "seed": 5,
+        "batch_size": 4,
+        "buffers": {},
+        "frozen": None,
+    }
     return asked | {"round": 1} | changed
 
 
 def test_a_site_says_which_sums_it_takes_part_in() -> None:
     lead = CuriousLead()
     for weights in ({"peer_1": 0.5, "peer_2": 0.5}, {"peer_1": 0.6, "peer_2": 0.2, "peer_3": 0.2}):
-        assert all(said.startswith("it gives sums of at least 3") for said in lead.joined(**weights))
+        assert all(
+            said.startswith("it gives sums of at least 3") for said in lead.joined(**weights)
+        )
     tau = {"peer_1": 0.4, "peer_2": 0.3, "peer_3": 0.3}
     assert lead.joined(**tau) == ["", "", ""]
     stays = "in a job the sites of a sum and their weights stay: sites may be lost, not join"
     for other in (tau | {"peer_4": 0.3}, tau | {"peer_3": 0.2}):
         assert lead.joined(**other)[:3] == [stays] * 3
-    told = lead.agreement({name.replace("_", " "): weight for name, weight in tau.items()}, largest=17.0)
-    assert lead.sites["peer 1"].join(told) == {"refused": "in a job the largest entry of a sum stays"}
+    told = lead.agreement(
+        {name.replace("_", " "): weight for name, weight in tau.items()}, largest=17.0
+    )
+    assert lead.sites["peer 1"].join(told) == {
+        "refused": "in a job the largest entry of a sum stays"
+    }
     assert lead.joined(**tau) == ["", "", ""]
     lead.sites["peer 2"] = Responder(peer_of(users(4)[2]))  # one that takes its place
     assert lead.joined(**tau)[0] == "in a job a site keeps the key that it is known by"
@@ -297,7 +347,13 @@ def test_no_mask_is_used_twice_and_no_key_is_joined_twice() -> None:
     work = {"count": 1, "lr": 0.1, "decay": 0.0, "add": np.full((1, 12), 15.9)}
     said = site.part(request(round=2, work=work))
     assert said == {"refused": "it adds gradients under masks, not steps of its own"}
-    for again in (request(), request(step=1), request(round=0), request(round=True), request(round=2.0)):
+    for again in (
+        request(),
+        request(step=1),
+        request(round=0),
+        request(round=True),
+        request(round=2.0),
+    ):
         assert site.part(again) == {"refused": "the number of a round must be larger than the last"}
     assert site.join(told) == {"refused": "it has not offered this key"}
     assert site.part(request(round=2)) == {"refused": "it has joined no sum"}
@@ -312,7 +368,9 @@ def test_with_sums_only_no_gradient_is_given_on_its_own() -> None:
 
 def sites_with(*sums: SumsOnly | None) -> dict[str, Responder]:
     people = users(len(sums))[1:]
-    return {user.name: Responder(peer_of(user), each) for user, each in zip(people, sums, strict=True)}
+    return {
+        user.name: Responder(peer_of(user), each) for user, each in zip(people, sums, strict=True)
+    }
 
 
 def test_what_sites_give_on_their_own_can_be_taken_off_a_sum() -> None:
@@ -334,7 +392,9 @@ def test_sites_that_give_gradients_on_their_own_do_not_count() -> None:
     assert [replies["peer 1"], replies["peer 3"]] == [wanted, wanted]
     assert "joined" in replies["peer 2"], "who gives rows too has nothing to hide"
     told["offers"]["peer 2"] |= {"giving": "MASKED"}  # as user 0 would have it
-    assert sites["peer 1"].join(told) == {"refused": "the key of 'peer 2' is not signed by that site"}
+    assert sites["peer 1"].join(told) == {
+        "refused": "the key of 'peer 2' is not signed by that site"
+    }
     four = sites_with(SumsOnly(), None, SumsOnly(), SumsOnly())
     told = told_to(four)
     assert all("joined" in site.join(told) for site in four.values())
@@ -351,7 +411,10 @@ def test_where_keys_are_known_sites_that_know_none_do_not_count() -> None:
         sites[name] = Responder(sites[name].peer, SumsOnly(keys=known))
     told = told_to(sites)
     refused = [str(site.join(told).get("refused", "")) for site in sites.values()]
-    assert all(said.endswith("'peer 3' does not know the others' keys, and does not count") for said in refused[:2])
+    assert all(
+        said.endswith("'peer 3' does not know the others' keys, and does not count")
+        for said in refused[:2]
+    )
     assert refused[2] == ""
     sites["peer 3"] = Responder(sites["peer 3"].peer, SumsOnly(keys=known))
     told = told_to(sites)
@@ -364,17 +427,25 @@ def test_a_lead_in_the_middle_is_found_by_fingerprints_alone() -> None:
     def seen(sums: SumsOnly) -> Any:
         victim = Responder(peer_of(users(3)[1]), sums)
         mine = {name: Identity(name).offer(Giving.KNOWN_KEYS) for name in ("peer 2", "peer 3")}
-        offers = {"peer 1": victim.offer()} | {name: offer.message() for name, (_, offer) in mine.items()}
+        offers = {"peer 1": victim.offer()} | {
+            name: offer.message() for name, (_, offer) in mine.items()
+        }
         told = {"weights": tau_of(3), "largest": 16.0, "offers": offers}
         return victim.join(told), victim, mine, told
 
     others = {f"peer {k}": Identity(f"peer {k}").fingerprint for k in (2, 3)}
     assert "which is not the one known here" in seen(SumsOnly(keys=others))[0]["refused"]
-    assert "which is not the one known here" in seen(SumsOnly(keys={"peer 2": others["peer 2"]}))[0]["refused"]
+    assert (
+        "which is not the one known here"
+        in seen(SumsOnly(keys={"peer 2": others["peer 2"]}))[0]["refused"]
+    )
     said, victim, mine, told = seen(SumsOnly())
     assert "joined" in said, "this is what is not prevented where nobody compares"
     agreed, asked = Agreement.read(told), request()
-    parts = [Masks(n, key, agreed).masked(np.zeros((1, 12)), digest_of(asked)) for n, (key, _) in mine.items()]
+    parts = [
+        Masks(n, key, agreed).masked(np.zeros((1, 12)), digest_of(asked))
+        for n, (key, _) in mine.items()
+    ]
     found = 3 * total([victim.part(asked)["part"], *parts], agreed)
     row = plain_rows(users(3), X, 0)[1][0]
     np.testing.assert_allclose(found, row, atol=1e-6)
@@ -382,7 +453,9 @@ def test_a_lead_in_the_middle_is_found_by_fingerprints_alone() -> None:
 
 def test_a_site_is_known_by_the_same_key_in_every_job(tmp_path: Any) -> None:
     def site() -> Responder:
-        return Responder(Peer(users(3)[1], Passes(model(), LOSS), Caps(examples=4), tmp_path / "requests.jsonl"))
+        return Responder(
+            Peer(users(3)[1], Passes(model(), LOSS), Caps(examples=4), tmp_path / "requests.jsonl")
+        )
 
     first, second = site(), site()
     assert first.peer.identity.fingerprint == second.peer.identity.fingerprint
@@ -391,7 +464,9 @@ def test_a_site_is_known_by_the_same_key_in_every_job(tmp_path: Any) -> None:
     lead.sites["peer 1"] = first
     assert "joined" in first.join(lead.agreement())
     log = (tmp_path / "requests.jsonl").read_text()
-    assert all(each.peer.identity.fingerprint in log for each in lead.sites.values()), "for people to compare"
+    assert all(each.peer.identity.fingerprint in log for each in lead.sites.values()), (
+        "for people to compare"
+    )
 
 
 def test_weights_stay_as_they_are() -> None:
@@ -402,14 +477,19 @@ def test_weights_stay_as_they_are() -> None:
         made.gradients(X, 1, tau_of(3))
 
 
-@pytest.mark.parametrize("knobs", [{"timeout": 0.0}, {"misses": 0}, {"minimum": 0}, {"largest": math.inf}])
+@pytest.mark.parametrize(
+    "knobs", [{"timeout": 0.0}, {"misses": 0}, {"minimum": 0}, {"largest": math.inf}]
+)
 def test_knobs_are_checked(knobs: dict[str, Any]) -> None:
     with pytest.raises(CoterieError, match=f"`{next(iter(knobs))}` must be"):
         engine(users(3), Sites([]), **knobs)
 
 
 def test_nonsense_is_refused_or_a_typed_error() -> None:
-    for found in (fuzz.messages_of_masked_sums(1200 if SLOW else 100), fuzz.replies_of_masked_sums(15)):
+    for found in (
+        fuzz.messages_of_masked_sums(1200 if SLOW else 100),
+        fuzz.replies_of_masked_sums(15),
+    ):
         assert set(found) <= {"answered", "typed"}
         assert found["typed"] > found["answered"] / 10
 
@@ -463,10 +543,14 @@ def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
     """A user 0 that chooses points: where a site's own part begins to be clipped, the sum has a kink."""
     tau, means, norm = {"peer 1": 0.45, "peer 2": 0.3, "peer 3": 0.25}, (1.25, 4.0, 6.5), 2.0
     people = [
-        coterie.User(name, torch.ones(50, 1), torch.full((50, 1), m)) for name, m in zip(tau, means, strict=True)
+        coterie.User(name, torch.ones(50, 1), torch.full((50, 1), m))
+        for name, m in zip(tau, means, strict=True)
     ]
     loss = torch.nn.functional.mse_loss
-    peers = [Peer(u, Passes(torch.nn.Linear(1, 1, bias=False), loss), Caps(norm=norm, examples=50)) for u in people]
+    peers = [
+        Peer(u, Passes(torch.nn.Linear(1, 1, bias=False), loss), Caps(norm=norm, examples=50))
+        for u in people
+    ]
     sites = {peer.user.name: Responder(peer, SumsOnly()) for peer in peers}
     told = told_to(sites) | {"weights": tau}
     assert all("joined" in site.join(told) for site in sites.values())
@@ -475,7 +559,10 @@ def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
         asked = request(points=np.array([[point]], np.float32), batch_size=50, round=number)
         sums.append(total([site.part(asked)["part"] for site in sites.values()], agreed)[0])
     bends = np.diff(sums, 2) / (2 * 0.125)  # of −τ_k where the part of site k is clipped from above
-    found = {name: points[1:-1][np.isclose(bends, -weight, atol=1e-3)] - norm / 2 for name, weight in tau.items()}
+    found = {
+        name: points[1:-1][np.isclose(bends, -weight, atol=1e-3)] - norm / 2
+        for name, weight in tau.items()
+    }
     assert {name: mean.tolist() for name, mean in found.items()} == {
         n: [m] for n, m in zip(tau, means, strict=True)
     }

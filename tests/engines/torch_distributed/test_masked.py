@@ -31,11 +31,15 @@ SECURE = functools.partial(serve, secure_sums=True, timeout=processes.PATIENCE)
 
 
 def made(engine: Any, people: Sequence[coterie.User]) -> TorchDistributed:
-    found: TorchDistributed = engine(model(), cross_entropy, people[0], people[1:], batch_size=4, seed=5)
+    found: TorchDistributed = engine(
+        model(), cross_entropy, people[0], people[1:], batch_size=4, seed=5
+    )
     return found
 
 
-def plain(people: Sequence[coterie.User], x: Tensor, step: int, weights: dict[str, float]) -> coterie.Gradients:
+def plain(
+    people: Sequence[coterie.User], x: Tensor, step: int, weights: dict[str, float]
+) -> coterie.Gradients:
     inside = coterie.InProcess(model(), cross_entropy, people[0], people[1:], batch_size=4, seed=5)
     return inside.gradients(x, step, weights)
 
@@ -65,7 +69,9 @@ def test_a_run_with_masked_sums_is_the_run_without() -> None:
     options: dict[str, Any] = {"lr": 0.1, "steps": 6, "batch_size": 4, "seed": 5, "progress": False}
     wanted = coterie.train(model(), cross_entropy, people[0], people[1:], rule, **options)
     with processes.torch_distributed([SECURE, serve, SECURE, SECURE], secure_sums=True) as engine:
-        run = coterie.train(model(), cross_entropy, people[0], people[1:], rule, engine=engine, **options)
+        run = coterie.train(
+            model(), cross_entropy, people[0], people[1:], rule, engine=engine, **options
+        )
         for ours, theirs in zip(run.model.parameters(), wanted.model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
         with pytest.raises(KnobError, match="weighted sum alone"):
@@ -76,7 +82,9 @@ def test_one_that_refuses_costs_steps_and_is_left_out_for_good(tmp_path: Path) -
     people, tau = users(4), tau_of(4)
     log = tmp_path / "requests.jsonl"
     capped = functools.partial(SECURE, caps=Caps(gradients=2), log=log)
-    with processes.torch_distributed([SECURE, capped, SECURE, SECURE], secure_sums=True, misses=2) as engine:
+    with processes.torch_distributed(
+        [SECURE, capped, SECURE, SECURE], secure_sums=True, misses=2
+    ) as engine:
         one = made(engine, people)
         found = [one.gradients(X, step, tau) for step in range(5)]
     refused = {name: "refused" if name == "peer 2" else MASKED for name in tau}
@@ -90,7 +98,9 @@ def test_one_that_refuses_costs_steps_and_is_left_out_for_good(tmp_path: Path) -
     assert found[4].peers is not None
     torch.testing.assert_close(found[4].peers, wanted.peers + wanted.own / 4, rtol=0, atol=1e-6)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {line["sum_with"] for line in lines if "sum_with" in line} == set(tau), "for people to compare"
+    assert {line["sum_with"] for line in lines if "sum_with" in line} == set(tau), (
+        "for people to compare"
+    )
 
 
 def fails(engine: Any, people: Sequence[coterie.User], error: type[Exception], match: str) -> None:
@@ -124,10 +134,20 @@ def test_peers_that_give_what_is_not_masked_do_not_count() -> None:
 def test_masks_are_wanted_by_both_or_there_is_no_run() -> None:
     people = users(3)
     with processes.torch_distributed([serve, SECURE, serve]) as engine:
-        fails(engine, people, ModelError, "'peer 2' gives masked sums only; set `secure_sums` at user 0")
+        fails(
+            engine,
+            people,
+            ModelError,
+            "'peer 2' gives masked sums only; set `secure_sums` at user 0",
+        )
     for wrong in ({"gather": True}, {"compress": "bf16"}):
         with processes.torch_distributed([SECURE] * 3, secure_sums=True, **wrong) as engine:
-            fails(engine, people, KnobError, f"`{next(iter(wrong))}` must be left out with `secure_sums`")
+            fails(
+                engine,
+                people,
+                KnobError,
+                f"`{next(iter(wrong))}` must be left out with `secure_sums`",
+            )
 
 
 # Without processes.
@@ -148,7 +168,9 @@ def test_masked_sums_over_many_steps_are_the_plain_ones(n: int, steps: int) -> N
 @pytest.mark.parametrize(
     "change", [lambda body: body[-8:].add_(1), lambda body: body[:8].add_(1)], ids=["x", "head"]
 )
-def test_peers_that_are_told_different_things_add_up_to_noise(change: Callable[[Tensor], Tensor]) -> None:
+def test_peers_that_are_told_different_things_add_up_to_noise(
+    change: Callable[[Tensor], Tensor],
+) -> None:
     ring = Ring(4)
     ring.step(X, 0, tau_of(4))
     told = ring.wire.request.body.clone()
@@ -156,7 +178,9 @@ def test_peers_that_are_told_different_things_add_up_to_noise(change: Callable[[
     ring.told = {"peer 3": told}
     g = ring.step(X, 0, tau_of(4))
     assert g.answered == 0
-    assert set(g.left_out.values()) == {"the masks do not cancel: the sites were not asked the same"}
+    assert set(g.left_out.values()) == {
+        "the masks do not cancel: the sites were not asked the same"
+    }
     assert ring.step(X, 1, tau_of(4)).left_out == g.left_out, "nobody is left"
 
 
@@ -167,8 +191,12 @@ def test_a_peer_takes_part_in_sums_of_its_own_choice() -> None:
     assert said.startswith("refused: it gives sums of at least 3 peers")
 
 
-@pytest.mark.parametrize(("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(D))])
-def test_what_cannot_be_added_is_zero_or_clipped_and_nobody_else_is_told(bad: float, given: float) -> None:
+@pytest.mark.parametrize(
+    ("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(D))]
+)
+def test_what_cannot_be_added_is_zero_or_clipped_and_nobody_else_is_told(
+    bad: float, given: float
+) -> None:
     ring, tau = Ring(4), tau_of(4)
     peer = ring.parts[1].peer
     peer._gradients = lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)  # type: ignore[assignment]
@@ -183,4 +211,7 @@ def test_keys_are_told_by_name() -> None:
     answer = CliRunner().invoke(
         app, ["worker", "--data", "x.csv", "--name", "a", "--secure-sums", "--key", "0f1e-"]
     )
-    assert answer.output == "coterie: `--key` must be NAME=FINGERPRINT, once for each peer, got 0f1e-\n"
+    assert (
+        answer.output
+        == "coterie: `--key` must be NAME=FINGERPRINT, once for each peer, got 0f1e-\n"
+    )

@@ -37,7 +37,8 @@ PEERS = ("a", "b", "c")
 def users() -> list[coterie.User]:
     generator = torch.Generator().manual_seed(0)
     return [
-        coterie.User(name, torch.randn(12, 3, generator=generator), torch.arange(12) % 2) for name in ("me", *PEERS)
+        coterie.User(name, torch.randn(12, 3, generator=generator), torch.arange(12) % 2)
+        for name in ("me", *PEERS)
     ]
 
 
@@ -62,7 +63,9 @@ def test_frames_and_agreements_to_a_masked_worker() -> None:
     assert set(found) == {"answered", "typed"}, found
 
 
-@pytest.mark.parametrize("send", [fuzz.messages_to_a_site, fuzz.replies_to_user_0, fuzz.notes_of_strangers])
+@pytest.mark.parametrize(
+    "send", [fuzz.messages_to_a_site, fuzz.replies_to_user_0, fuzz.notes_of_strangers]
+)
 def test_messages_to_sites_replies_and_notes(send: Any) -> None:
     found = send(150)
     assert set(found) == {"answered", "typed"}, found
@@ -77,7 +80,9 @@ def test_notes_of_strangers_are_refused_by_a_secret() -> None:
 
 def test_a_note_is_its_own_and_nobody_elses() -> None:
     store = HashStore()
-    ours, theirs, later = (Group(store, 0, 2, 0.1, secret, k) for secret, k in ((b"x", 0), (b"y", 0), (b"x", 1)))
+    ours, theirs, later = (
+        Group(store, 0, 2, 0.1, secret, k) for secret, k in ((b"x", 0), (b"y", 0), (b"x", 1))
+    )
     ours.leave_note("go", {"refused": None})
     assert ours.read_note("go", "user 0", refused=str | None) == {"refused": None}
     for stranger in (theirs, later):
@@ -113,7 +118,9 @@ def gradients(engine: Any, weights: dict[str, float], **settings: Any) -> coteri
 EVEN = dict.fromkeys(PEERS, 1 / 3)
 
 
-def test_a_run_with_a_secret_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_secret_is_the_run_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = gradients(functools.partial(coterie.InProcess, one_by_one=True), EVEN)
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef")
@@ -125,11 +132,16 @@ def test_a_run_with_a_secret_is_the_run_without(tmp_path: Path, monkeypatch: pyt
     assert wanted.peers is not None
     assert torch.equal(found.peers, wanted.peers)
     path.chmod(0o640)
-    with pytest.raises(KnobError, match="others may read the secret"), processes.torch_distributed() as engine:
+    with (
+        pytest.raises(KnobError, match="others may read the secret"),
+        processes.torch_distributed() as engine,
+    ):
         gradients(engine, EVEN)
 
 
-def test_a_process_without_the_secret_does_not_take_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_the_secret_does_not_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef")
     path.chmod(0o600)
@@ -222,7 +234,11 @@ def test_weights_are_brought_to_the_nearest_sum_that_peers_take_part_in() -> Non
 def test_a_sum_of_one_peer_is_refused_by_that_peer(tmp_path: Path) -> None:
     """The exploit: with τ = {a: 1} the sum is a's gradient."""
     log = tmp_path / "log"
-    serving: list[Callable[..., object]] = [functools.partial(serve, sums_only=True, log=log), serve, serve]
+    serving: list[Callable[..., object]] = [
+        functools.partial(serve, sums_only=True, log=log),
+        serve,
+        serve,
+    ]
     with processes.torch_distributed(serving) as engine:
         me, *peers = users()
         made = engine(linear(), cross_entropy, me, peers, batch_size=6, seed=0)
@@ -236,10 +252,16 @@ def test_a_sum_of_one_peer_is_refused_by_that_peer(tmp_path: Path) -> None:
 
 
 def test_fewer_peers_than_a_sum_must_have_are_told_before_the_run() -> None:
-    serving: list[Callable[..., object]] = [functools.partial(serve, sums_only=SumsOnly(peers=4)), serve, serve]
+    serving: list[Callable[..., object]] = [
+        functools.partial(serve, sums_only=SumsOnly(peers=4)),
+        serve,
+        serve,
+    ]
     with (
         processes.torch_distributed(serving) as engine,
-        pytest.raises(KnobError, match=r"rank 1 \('a'\) gives sums of 4 peers or more, and there are 3"),
+        pytest.raises(
+            KnobError, match=r"rank 1 \('a'\) gives sums of 4 peers or more, and there are 3"
+        ),
     ):
         gradients(engine, EVEN)
     wrongs: list[dict[str, Any]] = [{"peers": 0}, {"share": 0.0}, {"share": 1.5}]
@@ -266,8 +288,14 @@ def test_a_worker_checks_its_limits_before_it_joins(limits: list[str], tmp_path:
     ],
     ids=str,
 )
-def test_a_worker_does_not_take_limits_that_would_not_hold(limits: list[str], without: str, tmp_path: Path) -> None:
+def test_a_worker_does_not_take_limits_that_would_not_hold(
+    limits: list[str], without: str, tmp_path: Path
+) -> None:
     """Whoever names a least number of peers, or keys, believes that no gradient is given on its own."""
-    answer = CliRunner().invoke(app, ["worker", "--data", str(tmp_path / "a.csv"), "--name", "a", *limits])
+    answer = CliRunner().invoke(
+        app, ["worker", "--data", str(tmp_path / "a.csv"), "--name", "a", *limits]
+    )
     assert answer.exit_code == 2
-    assert f"`{limits[-2]}` has no effect without `{without}`; leave it out" in " ".join(answer.output.split())
+    assert f"`{limits[-2]}` has no effect without `{without}`; leave it out" in " ".join(
+        answer.output.split()
+    )

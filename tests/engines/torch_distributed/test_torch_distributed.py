@@ -37,7 +37,13 @@ def users(dtype: torch.dtype = torch.float32) -> list[coterie.User]:
         return torch.randn(size, 6, generator=generator).to(dtype), torch.arange(size) % 3
 
     me = coterie.User("me", *examples(15), validation=examples(12), test=examples(9))
-    return [me, *(coterie.User(name, *examples(size)) for name, size in zip(PEERS, (20, 7, 11), strict=True))]
+    return [
+        me,
+        *(
+            coterie.User(name, *examples(size))
+            for name, size in zip(PEERS, (20, 7, 11), strict=True)
+        ),
+    ]
 
 
 def plain(seed: int = 1) -> nn.Module:
@@ -47,12 +53,20 @@ def plain(seed: int = 1) -> nn.Module:
 
 def batch_dependent(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
 
 
 def trained(engine: Any, model: nn.Module, rule: coterie.Rule, **settings: Any) -> coterie.Run:
     me, *peers = users()  # an engine elsewhere takes the peers' names alone
-    keywords = {"steps": 25, "batch_size": 6, "lr": 0.05, "evaluate_every": 5, "engine": engine} | settings
+    keywords = {
+        "steps": 25,
+        "batch_size": 6,
+        "lr": 0.05,
+        "evaluate_every": 5,
+        "engine": engine,
+    } | settings
     return coterie.train(model, cross_entropy, me, peers, rule, **keywords)
 
 
@@ -73,7 +87,9 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).
 
 @every_rule
 @pytest.mark.parametrize("make", [plain, batch_dependent])
-def test_gathered_runs_are_those_in_process_to_the_bit(make: Callable[[], nn.Module], rule: coterie.Rule) -> None:
+def test_gathered_runs_are_those_in_process_to_the_bit(
+    make: Callable[[], nn.Module], rule: coterie.Rule
+) -> None:
     wanted = trained(functools.partial(coterie.InProcess, one_by_one=True), make(), rule)
     with processes.torch_distributed(gather=True) as engine:
         found = trained(engine, make(), rule)
@@ -140,14 +156,18 @@ def test_bytes_are_counted() -> None:
 
 @pytest.mark.parametrize(("compress", "unit"), [("bf16", 2**-8), ("fp16", 2**-11)])
 @pytest.mark.parametrize("gather", [False, True])
-def test_compression_halves_the_bytes_and_shows_its_error(compress: str, unit: float, gather: bool) -> None:
+def test_compression_halves_the_bytes_and_shows_its_error(
+    compress: str, unit: float, gather: bool
+) -> None:
     exact = asked(coterie.InProcess, plain())
     with processes.torch_distributed(compress=compress, gather=gather) as engine:
         me, *peers = users()
         made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
         x = torch.cat([p.detach().flatten() for p in plain().parameters()])
         g, costs = made.gradients(x, 0, TAU), made.traffic()
-    assert torch.equal(g.own, asked(functools.partial(coterie.InProcess, one_by_one=True), plain()).own)
+    assert torch.equal(
+        g.own, asked(functools.partial(coterie.InProcess, one_by_one=True), plain()).own
+    )
     assert g.peers is not None
     assert exact.peers is not None
     error = float((g.peers - exact.peers).norm() / exact.peers.norm())
@@ -193,7 +213,9 @@ def test_frozen_parameters_and_buffers_are_user_0s() -> None:
 def test_a_peer_keeps_its_caps(tmp_path: Path) -> None:
     """It clips, refuses beyond its number of gradients, and logs both; the run goes on without it."""
     log = tmp_path / "requests.jsonl"
-    capped = functools.partial(serve, caps=Caps(gradients=10, norm=0.01), log=log, timeout=processes.PATIENCE)
+    capped = functools.partial(
+        serve, caps=Caps(gradients=10, norm=0.01), log=log, timeout=processes.PATIENCE
+    )
     with processes.torch_distributed([serve, capped, serve]) as engine:
         me, *peers = users()
         made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
@@ -220,7 +242,10 @@ def test_a_peer_that_gives_sums_only(tmp_path: Path) -> None:
             trained(engine, plain(), RULES[2], out=tmp_path / "run")
         assert not (tmp_path / "run").exists()
         assert trained(engine, plain(), RULES[0]).step == 25
-    with processes.torch_distributed(serving, gather=True) as engine, pytest.raises(KnobError, match="sums only"):
+    with (
+        processes.torch_distributed(serving, gather=True) as engine,
+        pytest.raises(KnobError, match="sums only"),
+    ):
         trained(engine, plain(), RULES[0])
 
 
@@ -250,13 +275,17 @@ def test_models_and_names_must_fit() -> None:
 
 
 def test_what_is_said_where_nothing_was_started() -> None:
-    with pytest.raises(KnobError, match="environment variable MASTER_ADDR; start the processes with torchrun"):
+    with pytest.raises(
+        KnobError, match="environment variable MASTER_ADDR; start the processes with torchrun"
+    ):
         join()
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, alone):
         with pytest.raises(KnobError, match="user 0 would have no peers"):
             join()
-        with pytest.raises(KnobError, match="`timeout` must be a positive number of seconds, got 0"):
+        with pytest.raises(
+            KnobError, match="`timeout` must be a positive number of seconds, got 0"
+        ):
             join(0)
     with (
         processes.torch_distributed(compress="zip") as engine,
@@ -309,12 +338,17 @@ def test_a_peer_whose_model_fails_is_named_with_its_error() -> None:
 class Cluster:
     """Four ranks, each in a process: user 0 trains, the others serve; user 0 tells its steps."""
 
-    def __init__(self, out: Path, model: Callable[[], nn.Module], timeout: float = 20.0, **settings: Any) -> None:
+    def __init__(
+        self, out: Path, model: Callable[[], nn.Module], timeout: float = 20.0, **settings: Any
+    ) -> None:
         self.out, self.model, self.timeout, self.settings = out, model, timeout, settings
         self.read, self.write = os.pipe()
         peers = users()[1:]
         works: list[Callable[[], object]] = [self.train]
-        works += [functools.partial(serve, model(), cross_entropy, peer, timeout=timeout) for peer in peers]
+        works += [
+            functools.partial(serve, model(), cross_entropy, peer, timeout=timeout)
+            for peer in peers
+        ]
         self.started = processes.Started(works)
         self.children = self.started.children
         os.close(self.write)
@@ -392,7 +426,9 @@ def test_a_peer_told_to_end_says_so(tmp_path: Path) -> None:
     cluster.reach(5)
     os.kill(cluster.children[2], signal.SIGTERM)
     assert cluster.end() == [1, 1, 1, 1]
-    assert "'peer 2' (rank 2: told to end (SIGTERM)" in (tmp_path / "error").read_text(encoding="utf-8")
+    assert "'peer 2' (rank 2: told to end (SIGTERM)" in (tmp_path / "error").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_user_0_told_to_end_saves(tmp_path: Path) -> None:

@@ -43,5 +43,7 @@ def test_the_error_of_rounding_is_relative() -> None:
 
 
 def test_an_error_of_torch_is_told_without_its_place_in_the_source() -> None:
-    said = "[/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16260. This is typically caused …"
+    said = (
+        "[/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16260. This is typically caused …"
+    )
     assert in_short(said) == "Connection closed by peer [127.0.0.1]:16260"

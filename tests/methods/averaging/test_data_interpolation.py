@@ -27,4 +27,6 @@ def test_data_interpolation_minimises_the_mixture_of_own_and_pooled(mixing: floa
         evaluate_every=300,
     )
     own = torch.tensor([1.0, 0, 0, 0]).double()
-    assert torch.allclose(weights_of(run), PROBLEM.minimiser(mixing * own + (1 - mixing) * SHARES), atol=1e-7)
+    assert torch.allclose(
+        weights_of(run), PROBLEM.minimiser(mixing * own + (1 - mixing) * SHARES), atol=1e-7
+    )

@@ -44,7 +44,8 @@ def test_afl_ends_at_the_least_largest_loss_with_weights_on_those_who_have_it() 
     assert float(weights.sum()) == pytest.approx(1)
     assert x.numpy() == pytest.approx(point, abs=1e-5)
     pulls = torch.stack([PROBLEM.gradient(k, x) for k in range(N)])
-    assert (weights @ pulls).norm() < 1e-5 < pulls.norm(dim=1).min()  # no descent for the mixture, one for each
+    # no descent for the mixture, one for each
+    assert (weights @ pulls).norm() < 1e-5 < pulls.norm(dim=1).min()
     below = torch.from_numpy(losses_at(x.numpy()) < largest - 1e-3)
     assert below.any()
     assert not weights[below].any()
@@ -69,7 +70,9 @@ def test_afl_projects_on_the_simplex_as_a_solver_does() -> None:
     aim = SHARES.numpy() + 0.7 * losses_at(np.zeros(D))
     whole = {"type": "eq", "fun": lambda w: w.sum() - 1}
     start, bounds = SHARES.numpy(), [(0, 1)] * N
-    nearest = minimum(lambda w: ((w - aim) ** 2).sum(), start, bounds=bounds, constraints=whole, tol=1e-14)
+    nearest = minimum(
+        lambda w: ((w - aim) ** 2).sum(), start, bounds=bounds, constraints=whole, tol=1e-14
+    )
     run = PROBLEM.train(AFL(weight_lr=0.7), rounds=1, lr=0.1)
     assert run.state["weights"].numpy() == pytest.approx(nearest, abs=1e-6)
     assert run.record.end.tau["user 1"] == pytest.approx(nearest[1] / nearest[1:].sum(), abs=1e-6)
@@ -82,7 +85,9 @@ def test_losses_of_a_run_that_diverges_give_all_weight_to_the_largest(losses: li
 
 
 def test_afl_with_weights_at_rest_is_fedavg() -> None:
-    fair, plain = (PROBLEM.train(method, rounds=5, lr=0.1) for method in (AFL(3, weight_lr=1e-300), FedAvg(3)))
+    fair, plain = (
+        PROBLEM.train(method, rounds=5, lr=0.1) for method in (AFL(3, weight_lr=1e-300), FedAvg(3))
+    )
     assert torch.allclose(weights_of(fair), weights_of(plain), atol=1e-12)
 
 
@@ -96,7 +101,10 @@ def test_q_ffl_ends_at_the_minimiser_of_the_power_of_the_losses(q: float) -> Non
 
 
 def test_q_ffl_without_q_is_fedavg() -> None:
-    fair, plain = (PROBLEM.train(method, rounds=5, lr=0.1, batch_size=4) for method in (QFFL(3, q=0.0), FedAvg(3)))
+    fair, plain = (
+        PROBLEM.train(method, rounds=5, lr=0.1, batch_size=4)
+        for method in (QFFL(3, q=0.0), FedAvg(3))
+    )
     assert torch.allclose(weights_of(fair), weights_of(plain), atol=1e-12)
 
 

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 from tests.support.exact_users import EXACT
-from tests.support.least_squares import EQUAL, LOCAL_STEPS, PROBLEM, SHARES, START, N, balance, pull, weights_of
+from tests.support.least_squares import (
+    EQUAL,
+    LOCAL_STEPS,
+    PROBLEM,
+    SHARES,
+    START,
+    N,
+    balance,
+    pull,
+    weights_of,
+)
 from torch import Tensor
 
 from coterie.methods import FedAvg
@@ -38,4 +48,6 @@ def test_fedavg_pools_the_moves() -> None:
     run = PROBLEM.train(FedAvg(3, aggregator=median), rounds=2, lr=0.1)
     assert torch.allclose(weights_of(run), x, atol=1e-12)
     mean = PROBLEM.train(FedAvg(3, aggregator=lambda rows: rows.mean(0)), rounds=2, lr=0.1)
-    assert torch.allclose(weights_of(mean), weights_of(PROBLEM.train(FedAvg(3, "equal"), rounds=2, lr=0.1)))
+    assert torch.allclose(
+        weights_of(mean), weights_of(PROBLEM.train(FedAvg(3, "equal"), rounds=2, lr=0.1))
+    )

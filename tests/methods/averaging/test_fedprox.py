@@ -34,7 +34,8 @@ def test_fedprox_ends_where_the_penalised_moves_balance(local_steps: int, penalt
 
 def test_fedprox_without_a_penalty_is_fedavg_to_the_bit() -> None:
     runs = [
-        PROBLEM.train(method, rounds=4, lr=0.1, batch_size=4) for method in (FedProx(3, penalty=0.0), FedAvg(3))
+        PROBLEM.train(method, rounds=4, lr=0.1, batch_size=4)
+        for method in (FedProx(3, penalty=0.0), FedAvg(3))
     ]
     assert torch.equal(weights_of(runs[0]), weights_of(runs[1]))
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.least_squares import EYE, LOCAL_STEPS, PROBLEM, D, N, path_of, pull, same_models, weights_of
+from tests.support.least_squares import (
+    EYE,
+    LOCAL_STEPS,
+    PROBLEM,
+    D,
+    N,
+    path_of,
+    pull,
+    same_models,
+    weights_of,
+)
 
 from coterie.methods import FedAvg, FineTuning
 

@@ -42,4 +42,6 @@ def test_the_error_of_averaging_is_the_one_of_drawn_users() -> None:
     means = truths + NOISE / np.sqrt(SIZES) * random.normal(size=truths.shape)
     weights = np.array([0.5, 0.2, 0.2, 0.1])
     errors = (means @ weights - truths[:, 0]) ** 2
-    assert averaging_error(weights, SIZES, NOISE, 0.8) == pytest.approx(errors.mean(), abs=4 * errors.std() / 447)
+    assert averaging_error(weights, SIZES, NOISE, 0.8) == pytest.approx(
+        errors.mean(), abs=4 * errors.std() / 447
+    )

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.exact_users import EXACT, ExactUsers
-from tests.support.least_squares import HELD_OUT, PROBLEM, START, N, last_of, same_models, weights_of
+from tests.support.least_squares import (
+    HELD_OUT,
+    PROBLEM,
+    START,
+    N,
+    last_of,
+    same_models,
+    weights_of,
+)
 from torch import Tensor
 
 import coterie
@@ -52,7 +60,8 @@ def name_of(method: methods.Method) -> str:
 @pytest.mark.parametrize("method", PERSONAL + ONE_FOR_ALL + OTHERS, ids=name_of)
 def test_a_sample_of_all_is_no_sample_to_the_bit(method: methods.Method) -> None:
     whole, plain = (
-        HELD_OUT.train(m, rounds=3, lr=0.05, batch_size=4) for m in (methods.Sampled(method, N - 1), method)
+        HELD_OUT.train(m, rounds=3, lr=0.05, batch_size=4)
+        for m in (methods.Sampled(method, N - 1), method)
     )
     assert torch.equal(last_of(whole), last_of(plain))
     assert whole.record.end.costs == plain.record.end.costs

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.exact_users import EXACT
-from tests.support.least_squares import EQUAL, EYE, LOCAL_STEPS, PROBLEM, START, N, balance, pull, same_models
+from tests.support.least_squares import (
+    EQUAL,
+    EYE,
+    LOCAL_STEPS,
+    PROBLEM,
+    START,
+    N,
+    balance,
+    pull,
+    same_models,
+)
 
 from coterie.methods import APFL
 

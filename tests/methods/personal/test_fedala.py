@@ -13,7 +13,9 @@ BATCH = 4
 
 def test_it_equals_a_plain_loop() -> None:
     lr, rate = 0.05, 3.0
-    run = PROBLEM.train(FedALA(2, weight_lr=rate, weight_steps=3), rounds=4, lr=lr, batch_size=BATCH)
+    run = PROBLEM.train(
+        FedALA(2, weight_lr=rate, weight_steps=3), rounds=4, lr=lr, batch_size=BATCH
+    )
     x, w, share = [START.clone() for _ in range(N)], START.clone(), [[1.0] * D for _ in range(N)]
     for t in range(4):
         step = 3 * t
@@ -22,7 +24,8 @@ def test_it_equals_a_plain_loop() -> None:
                 y = torch.stack([x[k][i] + (w[i] - x[k][i]) * share[k][i] for i in range(D)])
                 g = PROBLEM.gradient(k, y, step, BATCH)
                 share[k] = [
-                    min(1.0, max(0.0, share[k][i] - rate * float(g[i] * (w[i] - x[k][i])))) for i in range(D)
+                    min(1.0, max(0.0, share[k][i] - rate * float(g[i] * (w[i] - x[k][i]))))
+                    for i in range(D)
                 ]
             y = torch.stack([x[k][i] + (w[i] - x[k][i]) * share[k][i] for i in range(D)])
             for j in (1, 2):
@@ -39,4 +42,6 @@ def test_with_weights_at_rest_it_is_fedavg() -> None:
     state = method.init(EXACT, START)
     for _ in range(5):
         state = method.round(EXACT, state, 0.1)
-    torch.testing.assert_close(state["common"], EXACT.play(FedAvg(3), rounds=5, lr=0.1)[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        state["common"], EXACT.play(FedAvg(3), rounds=5, lr=0.1)[0], rtol=0, atol=1e-12
+    )

@@ -27,7 +27,9 @@ def two_clusters(signs: tuple[int, ...]) -> LeastSquares:
     problem = least_squares((8, 20, 12, 15, 9), seed=2)
     for user, sign in zip(problem.users, signs, strict=True):
         inputs, _ = user.batch(10**6, seed=0, step=0)
-        truth = sign * torch.ones(D, 1).double() + 0.2 * torch.randn(D, 1, generator=random).double()
+        truth = (
+            sign * torch.ones(D, 1).double() + 0.2 * torch.randn(D, 1, generator=random).double()
+        )
         targets = inputs @ truth + 0.1 * torch.randn(len(inputs), 1, generator=random).double()
         users.append(coterie.User(user.name, inputs, targets))
         optima.append(torch.linalg.lstsq(inputs, targets).solution.flatten())
@@ -43,7 +45,9 @@ def test_hyp_cluster_recovers_planted_clusters(local_steps: int, signs: tuple[in
     for sign in (-1, 1):
         mine = which == sign
         shares = users.sizes[mine] / users.sizes[mine].sum()
-        point = balance(shares, pull(problem.curvatures[mine], local_steps, 0.1), problem.optima[mine])
+        point = balance(
+            shares, pull(problem.curvatures[mine], local_steps, 0.1), problem.optima[mine]
+        )
         assert torch.allclose(models[mine], point.expand(int(mine.sum()), -1), atol=1e-9)
 
 
@@ -88,4 +92,6 @@ def test_a_cluster_is_chosen_by_all_examples() -> None:
     centres, method = torch.tensor([[0.5] * 3, [-0.5] * 3]), HypCluster(2, 1)
     for step in range(0, 20, 2):
         state = {**method.init(clients, centres[0]), "x": centres, "step": step}
-        assert method.round(clients, state, lr=0.0)["cluster"].tolist() == [int(sign < 0) for sign in signs]
+        assert method.round(clients, state, lr=0.0)["cluster"].tolist() == [
+            int(sign < 0) for sign in signs
+        ]

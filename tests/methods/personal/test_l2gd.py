@@ -26,7 +26,9 @@ def penalised(penalty: float) -> Tensor:
 
 @pytest.mark.parametrize("local_steps", LOCAL_STEPS)
 @pytest.mark.parametrize(("penalty", "probability"), [(1.0, 0.3), (0.3, 0.7)])
-def test_l2gd_is_its_penalised_solution_on_average(local_steps: int, penalty: float, probability: float) -> None:
+def test_l2gd_is_its_penalised_solution_on_average(
+    local_steps: int, penalty: float, probability: float
+) -> None:
     """Affine steps that are unbiased keep the mean over time exact; a round ends after an own step."""
     lr, method = 0.05, L2GD(local_steps, penalty, probability)
     state, rows = method.init(EXACT, START), []
@@ -61,11 +63,14 @@ def test_l2gd_against_a_plain_loop_of_coins() -> None:
 
 
 def test_heads_in_a_row_are_geometric() -> None:
-    shares = np.bincount([heads_in_a_row(0.6, 0, step) for step in range(20000)], minlength=6) / 20000
+    shares = (
+        np.bincount([heads_in_a_row(0.6, 0, step) for step in range(20000)], minlength=6) / 20000
+    )
     expected = 0.4 * 0.6 ** np.arange(6)
     assert (abs(shares[:6] - expected) < 4 * np.sqrt(expected / 20000)).all()
 
 
 def test_l2gd_never_pulls_beyond_the_mean() -> None:
     models = EXACT.play(L2GD(1, penalty=1e9, probability=0.99), rounds=300, lr=0.001)
-    assert (models - models.mean(0)).abs().max() < 1  # one own step apart at most: heads nearly always
+    # one own step apart at most: heads nearly always
+    assert (models - models.mean(0)).abs().max() < 1

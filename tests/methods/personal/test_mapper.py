@@ -31,7 +31,9 @@ def test_mapper_against_a_plain_loop() -> None:
                     own = own - 0.6 * mixing * PROBLEM.gradient(k, mixing * own + (1 - mixing) * w)
                 tried.append((float(PROBLEM.loss(k, mixing * own + (1 - mixing) * w)), mixing, own))
             _, a[k], v[k] = min(tried, key=lambda trial: trial[0])
-            slope = slope + SHARES[k] * (1 - a[k]) * PROBLEM.gradient(k, a[k] * v[k] + (1 - a[k]) * w)
+            slope = slope + SHARES[k] * (1 - a[k]) * PROBLEM.gradient(
+                k, a[k] * v[k] + (1 - a[k]) * w
+            )
         w = w - 0.6 * slope
         chosen |= set(a)
     run = PROBLEM.train(Mapper(2, (0.3, 0.6, 0.9)), rounds=2, lr=0.6)

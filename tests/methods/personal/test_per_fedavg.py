@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.exact_users import EXACT
-from tests.support.least_squares import EQUAL, EYE, LOCAL_STEPS, PROBLEM, START, N, balance, pull, same_models
+from tests.support.least_squares import (
+    EQUAL,
+    EYE,
+    LOCAL_STEPS,
+    PROBLEM,
+    START,
+    N,
+    balance,
+    pull,
+    same_models,
+)
 from torch import Tensor
 
 from coterie.methods import PerFedAvg
@@ -67,7 +77,10 @@ def test_per_fedavg_takes_a_fresh_batch_for_every_gradient() -> None:
     def batch_gradient(k: int, x: Tensor, step: int) -> Tensor:
         return PROBLEM.gradient(k, x, step, batch_size=4)
 
-    moved = [START - 0.1 * batch_gradient(k, START - 0.2 * batch_gradient(k, START, 0), 1) for k in range(N)]
+    moved = [
+        START - 0.1 * batch_gradient(k, START - 0.2 * batch_gradient(k, START, 0), 1)
+        for k in range(N)
+    ]
     x = torch.stack(moved).mean(0)
     run = PROBLEM.train(PerFedAvg(1, 0.2), rounds=1, lr=0.1, batch_size=4)
     assert same_models(run, [x - 0.2 * batch_gradient(k, x, 2) for k in range(N)])

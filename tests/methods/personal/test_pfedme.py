@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.exact_users import EXACT
-from tests.support.least_squares import EQUAL, EYE, LOCAL_STEPS, PROBLEM, START, N, balance, pull, same_models
+from tests.support.least_squares import (
+    EQUAL,
+    EYE,
+    LOCAL_STEPS,
+    PROBLEM,
+    START,
+    N,
+    balance,
+    pull,
+    same_models,
+)
 from torch import Tensor
 
 from coterie.methods import PFedMe
@@ -50,7 +60,9 @@ def test_pfedme_against_a_plain_loop() -> None:
             for step in (2 * t, 2 * t + 1):
                 theta[k] = local
                 for _ in range(3):
-                    theta[k] = theta[k] - 0.1 * (gradient(k, theta[k], step) + 0.5 * (theta[k] - local))
+                    theta[k] = theta[k] - 0.1 * (
+                        gradient(k, theta[k], step) + 0.5 * (theta[k] - local)
+                    )
                 local = local - 0.2 * 0.5 * (local - theta[k])
             ends.append(local)
         w = 0.3 * w + 0.7 * torch.stack(ends).mean(0)

@@ -51,7 +51,10 @@ def average(models: list[nn.Module], names: list[str]) -> None:
     """Give all models the mean of these parameters, by the shares of the examples."""
     for name in names:
         rows = [dict(model.named_parameters())[name] for model in models]
-        mean = sum((share * p.detach() for share, p in zip(SHARES, rows, strict=True)), torch.zeros_like(rows[0]))
+        mean = sum(
+            (share * p.detach() for share, p in zip(SHARES, rows, strict=True)),
+            torch.zeros_like(rows[0]),
+        )
         for p in rows:
             p.data.copy_(mean)
 
@@ -70,13 +73,17 @@ def test_fedper_ends_at_the_minimiser_of_the_joint_objective() -> None:
     solution = torch.linalg.solve(wide, right)
     run = played(nn.Linear(D, 1).double(), FedPer(), rounds=600, lr=0.2)
     for k, model in enumerate(run.models.values()):
-        assert torch.allclose(numbers(model), torch.cat([solution[:D], solution[D + k : D + k + 1]]), atol=1e-8)
+        assert torch.allclose(
+            numbers(model), torch.cat([solution[:D], solution[D + k : D + k + 1]]), atol=1e-8
+        )
     assert run.record.end.costs["user 1"].numbers_sent == 600 * D  # the intercept never travels
 
 
 def test_fedper_without_a_head_is_fedavg_to_the_bit_and_with_all_of_it_users_are_alone() -> None:
     model = network(nn.Linear(D, 2), nn.Tanh(), nn.Linear(2, 1))
-    shared, plain = (played(model, method, 4, 0.1, batch_size=4) for method in (FedPer(3, head=[]), FedAvg(3)))
+    shared, plain = (
+        played(model, method, 4, 0.1, batch_size=4) for method in (FedPer(3, head=[]), FedAvg(3))
+    )
     assert torch.equal(numbers(shared.model), numbers(plain.model))
     alone = played(model, FedPer(3, head=["0", "2"]), 2, 0.1)
     expected = copy.deepcopy(model)
@@ -103,7 +110,8 @@ def test_fedper_against_a_plain_loop(head: list[str] | None) -> None:
 
 
 def test_fedrep_against_a_plain_loop() -> None:
-    model = network(nn.Linear(D, 2, bias=False), nn.Linear(2, 1))  # the paper's: a linear representation
+    # the paper's: a linear representation
+    model = network(nn.Linear(D, 2, bias=False), nn.Linear(2, 1))
     models = [copy.deepcopy(model) for _ in range(N)]
     for _ in range(3):
         for k in range(N):
@@ -122,7 +130,9 @@ def test_fedrep_against_a_plain_loop() -> None:
 def test_a_resumed_run_has_the_same_bits(method: Method, tmp_path: Path) -> None:
     model = network(nn.Linear(D, 2), nn.Linear(2, 1))
     played(model, method, 2, 0.1, batch_size=4, out=tmp_path / "a")
-    resumed = played(model, method, 4, 0.1, batch_size=4, evaluate_every=2, out=tmp_path / "a", resume=True)
+    resumed = played(
+        model, method, 4, 0.1, batch_size=4, evaluate_every=2, out=tmp_path / "a", resume=True
+    )
     whole = played(model, method, 4, 0.1, batch_size=4, evaluate_every=2, out=tmp_path / "b")
     for ours, theirs in zip(resumed.models.values(), whole.models.values(), strict=True):
         assert torch.equal(numbers(ours), numbers(theirs))

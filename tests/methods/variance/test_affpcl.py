@@ -23,7 +23,9 @@ def test_it_equals_a_plain_loop() -> None:
             bias = mean - at_centre[k]
             if t == 0:
                 c[k] = bias
-            x[k] = x[k] - lr * (PROBLEM.gradient(k, x[k], t, BATCH) - 0.7 * (at_centre[k] - (mean - c[k])))
+            x[k] = x[k] - lr * (
+                PROBLEM.gradient(k, x[k], t, BATCH) - 0.7 * (at_centre[k] - (mean - c[k]))
+            )
             rate = max(0.3, 1 / (t + 1))
             c[k] = (1 - rate) * c[k] + rate * bias
         z = z - lr * mean
@@ -60,7 +62,9 @@ def test_users_alike_keep_a_part_of_the_noise() -> None:
         personal, present = n, None
 
         def gradients(self, points: torch.Tensor, step: int) -> torch.Tensor:
-            noise = torch.randn(n, d, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            noise = torch.randn(
+                n, d, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+            )
             return points + noise
 
         def mean(self, rows: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,9 @@ def helped(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("recursive", [False, True])
 def test_it_equals_a_plain_loop(recursive: bool) -> None:
     lr, rounds, count, a = 0.02, 4, 3, 0.3
-    run = PROBLEM.train((AuxMVR if recursive else AuxMom)(count, a), rounds=rounds, lr=lr, batch_size=BATCH)
+    run = PROBLEM.train(
+        (AuxMVR if recursive else AuxMom)(count, a), rounds=rounds, lr=lr, batch_size=BATCH
+    )
     x, before, m, step = START.clone(), START.clone(), START * 0, 0
     for t in range(rounds):
         own, h = helped(x, step)
@@ -40,7 +42,9 @@ def test_it_equals_a_plain_loop(recursive: bool) -> None:
     torch.testing.assert_close(weights_of(run), x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", [AuxMom(1, 0.5), AuxMom(4, 0.5), AuxMVR(1, 0.5), AuxMVR(4, 0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [AuxMom(1, 0.5), AuxMom(4, 0.5), AuxMVR(1, 0.5), AuxMVR(4, 0.5)], ids=repr
+)
 def test_it_converges_to_the_own_optimum(method: AuxMom) -> None:
     """A fixed point has h(y) + m = 0 along the round and m = ∇f_0 − h at its start: ∇f_0 = 0, for every K."""
     x = EXACT.play(method, rounds=4000, lr=0.02)[0]

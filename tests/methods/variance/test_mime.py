@@ -5,14 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.exact_users import EXACT
-from tests.support.least_squares import EQUAL, LOCAL_STEPS, PROBLEM, START, N, balance, pull, weights_of
+from tests.support.least_squares import (
+    EQUAL,
+    LOCAL_STEPS,
+    PROBLEM,
+    START,
+    N,
+    balance,
+    pull,
+    weights_of,
+)
 
 from coterie.methods import FedAvg, Mime
 
 
 @pytest.mark.parametrize("local_steps", LOCAL_STEPS)
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_mime_ends_at_the_minimiser_whatever_the_local_steps(local_steps: int, momentum: float) -> None:
+def test_mime_ends_at_the_minimiser_whatever_the_local_steps(
+    local_steps: int, momentum: float
+) -> None:
     models = EXACT.play(Mime(local_steps, momentum), rounds=240 // local_steps + 30, lr=0.1)
     assert torch.allclose(models[0], PROBLEM.minimiser(EQUAL), atol=1e-9)
 
@@ -24,7 +35,9 @@ def test_mimelite_ends_where_its_drifts_balance(local_steps: int, momentum: floa
     pulls = pull(PROBLEM.curvatures, local_steps, 0.1 * (1 - momentum))
     lead = pulls @ torch.linalg.inv(PROBLEM.curvatures) * momentum / (1 - momentum)
     expected = balance(EQUAL, pulls + lead.mean(0) @ PROBLEM.curvatures, PROBLEM.optima)
-    models = EXACT.play(Mime(local_steps, momentum, lite=True), rounds=240 // local_steps + 30, lr=0.1)
+    models = EXACT.play(
+        Mime(local_steps, momentum, lite=True), rounds=240 // local_steps + 30, lr=0.1
+    )
     assert torch.allclose(models[0], expected, atol=1e-9)
     assert torch.allclose(expected, PROBLEM.minimiser(EQUAL), atol=1e-6) == (local_steps == 1)
 

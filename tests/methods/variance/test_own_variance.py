@@ -41,10 +41,13 @@ def svrg_rate(local_steps: int, lr: float) -> float:
     """Return by what E‖x − o‖² falls in a round, from the exact moments of (x − o, y − o)."""
     whole, zero = PROBLEM.curvatures[0], torch.zeros(D, D, dtype=torch.float64)
     maps = [
-        torch.cat([torch.cat([EYE - lr * a, lr * (a - whole)], 1), torch.cat([zero, EYE], 1)]) for a, _ in batches()
+        torch.cat([torch.cat([EYE - lr * a, lr * (a - whole)], 1), torch.cat([zero, EYE], 1)])
+        for a, _ in batches()
     ]
     again = torch.cat([torch.cat([EYE, zero], 1), torch.cat([EYE, zero], 1)])
-    return rate(torch.linalg.matrix_power(second_moments(maps), local_steps) @ torch.kron(again, again))
+    return rate(
+        torch.linalg.matrix_power(second_moments(maps), local_steps) @ torch.kron(again, again)
+    )
 
 
 def saga_rate(blocks: int, lr: float, biased: bool) -> float:
@@ -84,9 +87,12 @@ def test_svrg_converges_at_the_rate_of_its_exact_moments(local_steps: int) -> No
     assert torch.allclose(path[-1], OPTIMUM, atol=1e-9)
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(4, 2), (3, 3), (2, 4)])  # of 3, 3 and 2 examples where 3
+# of 3, 3 and 2 examples where 3
+@pytest.mark.parametrize(("size", "blocks"), [(4, 2), (3, 3), (2, 4)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_saga_and_sag_converge_at_the_rate_of_their_exact_moments(size: int, blocks: int, biased: bool) -> None:
+def test_saga_and_sag_converge_at_the_rate_of_their_exact_moments(
+    size: int, blocks: int, biased: bool
+) -> None:
     path = path_of(PROBLEM, SAGA(5, biased), rounds=160, lr=0.1, batch_size=size)
     assert fitted(path) == pytest.approx(5 * math.log(saga_rate(blocks, 0.1, biased)), rel=0.04)
     assert torch.allclose(path[-1], OPTIMUM, atol=1e-9)
@@ -102,7 +108,9 @@ def test_svrg_against_a_plain_loop() -> None:
     for first in (0, 3):
         y, whole = x, PROBLEM.curvatures[0] @ (x - OPTIMUM)
         for step in range(first, first + 3):
-            x = x - 0.1 * (PROBLEM.gradient(0, x, step, 3) - PROBLEM.gradient(0, y, step, 3) + whole)
+            x = x - 0.1 * (
+                PROBLEM.gradient(0, x, step, 3) - PROBLEM.gradient(0, y, step, 3) + whole
+            )
     run = PROBLEM.train(SVRG(3), rounds=2, lr=0.1, batch_size=3)
     assert torch.allclose(weights_of(run), x, atol=1e-12)
 
@@ -162,7 +170,9 @@ def test_the_error_of_mvr_is_that_of_its_exact_moments(a: float) -> None:
     assert float(error) == pytest.approx(mvr_errors(a, 0.1)[0], rel=0.2)
 
 
-def test_the_error_of_mvr_falls_with_its_rate_and_the_models_only_below_step_times_curvature() -> None:
+def test_the_error_of_mvr_falls_with_its_rate_and_the_models_only_below_step_times_curvature() -> (
+    None
+):
     errors, floors = zip(*(mvr_errors(a, 0.1) for a in (1.0, 0.3, 0.1, 0.005)), strict=True)
     assert all(later < 0.5 * earlier for earlier, later in itertools.pairwise(errors))
     assert floors[2] > 0.6 * floors[0]  # 0.1 is above step × curvature, about 0.05

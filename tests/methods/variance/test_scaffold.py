@@ -12,7 +12,9 @@ from coterie.methods import Scaffold
 
 @pytest.mark.parametrize("local_steps", LOCAL_STEPS)
 @pytest.mark.parametrize("option", [1, 2])
-def test_scaffold_ends_at_the_minimiser_whatever_the_local_steps(local_steps: int, option: int) -> None:
+def test_scaffold_ends_at_the_minimiser_whatever_the_local_steps(
+    local_steps: int, option: int
+) -> None:
     models = EXACT.play(Scaffold(local_steps, option), rounds=600, lr=0.05)  # type: ignore[arg-type]
     assert torch.allclose(models[0], PROBLEM.minimiser(EQUAL), atol=1e-8)
 

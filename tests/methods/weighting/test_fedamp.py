@@ -23,7 +23,10 @@ def test_it_equals_a_plain_loop(scale: float, step: float) -> None:
     for t in range(4):
         after = []
         for k in range(N):
-            weights = [step / scale * math.exp(-float(((x[k] - x[j]) ** 2).sum()) / scale) for j in range(N)]
+            weights = [
+                step / scale * math.exp(-float(((x[k] - x[j]) ** 2).sum()) / scale)
+                for j in range(N)
+            ]
             weights[k] = 0.0
             over = max(1.0, sum(weights))
             weights = [weight / over for weight in weights]

@@ -36,7 +36,11 @@ def test_fedfomo_against_a_plain_loop(start: str) -> None:
         x = points[0]
         points = [PROBLEM.walk(k, points[k], 3, 0.02) for k in range(N)]
         gains = [
-            max(0.0, (validation_loss(x) - validation_loss(point)) / math.dist(point.tolist(), x.tolist()))
+            max(
+                0.0,
+                (validation_loss(x) - validation_loss(point))
+                / math.dist(point.tolist(), x.tolist()),
+            )
             for point in points
         ]
         chosen = [gain / sum(gains) for gain in gains]

@@ -7,7 +7,15 @@ import torch
 from tests.support.least_squares import COPIES_AND_STRANGERS, HELD_OUT, PROBLEM, START, D, N
 
 import coterie
-from coterie.methods import FedFomo, Method, MirrorDescent, Selfish, UserCentric, Waffle, WeightErosion
+from coterie.methods import (
+    FedFomo,
+    Method,
+    MirrorDescent,
+    Selfish,
+    UserCentric,
+    Waffle,
+    WeightErosion,
+)
 from coterie.rules import weights_in
 
 
@@ -35,7 +43,13 @@ def test_rules_of_this_family_tell_copies_from_strangers(rule: coterie.Rule) -> 
     me, *peers = COPIES_AND_STRANGERS.users
     model = torch.nn.Linear(D, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    settings = {"optimizer": torch.optim.SGD, "lr": 0.05, "steps": 30, "batch_size": 10, "guard": "off"}
+    settings = {
+        "optimizer": torch.optim.SGD,
+        "lr": 0.05,
+        "steps": 30,
+        "batch_size": 10,
+        "guard": "off",
+    }
     run = coterie.train(model, torch.nn.functional.mse_loss, me, peers, rule, **settings)  # type: ignore[arg-type]
     tau = weights_in(run.state)
     assert min(tau["user 1"], tau["user 3"]) > 2 * max(tau["user 2"], tau["user 4"])
@@ -49,5 +63,7 @@ def test_the_record_has_the_peers_weight_and_each_ones_share(method: Method) -> 
         dict(zip(("user 1", "user 2", "user 3"), shares.tolist(), strict=False))
     )
     assert (
-        run.record.points[-1].weight == run.state["weight"] == pytest.approx(float(run.state["weights"][1:].sum()))
+        run.record.points[-1].weight
+        == run.state["weight"]
+        == pytest.approx(float(run.state["weights"][1:].sum()))
     )

@@ -16,7 +16,9 @@ from coterie.methods import Scaffold, Selfish
 def test_selfish_ends_at_the_minimiser_of_the_internal_users(
     local_steps: int, alpha: float | None, internal: tuple[str, ...]
 ) -> None:
-    models = EXACT.play(Selfish(local_steps, internal, alpha), rounds=400 // local_steps + 70, lr=0.1)
+    models = EXACT.play(
+        Selfish(local_steps, internal, alpha), rounds=400 // local_steps + 70, lr=0.1
+    )
     inside = torch.tensor([1.0, 0.0, float(bool(internal)), 0.0], dtype=torch.float64)
     assert torch.allclose(models[0], PROBLEM.minimiser(inside), atol=1e-6)
 

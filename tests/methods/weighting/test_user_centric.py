@@ -6,7 +6,18 @@ import math
 
 import pytest
 import torch
-from tests.support.least_squares import EYE, LOCAL_STEPS, PROBLEM, START, D, LeastSquares, N, last_of, planted, pull
+from tests.support.least_squares import (
+    EYE,
+    LOCAL_STEPS,
+    PROBLEM,
+    START,
+    D,
+    LeastSquares,
+    N,
+    last_of,
+    planted,
+    pull,
+)
 
 import coterie
 from coterie.methods import UserCentric
@@ -19,10 +30,13 @@ def mixing_by_hand(problem: LeastSquares, blocks: int) -> list[list[float]]:
         inputs, targets = user.examples.take(torch.arange(len(user)))
         whole = -2 * inputs.T @ targets.flatten() / len(user)
         parts = [
-            -2 * inputs[b::blocks].T @ targets[b::blocks].flatten() / len(inputs[b::blocks]) for b in range(blocks)
+            -2 * inputs[b::blocks].T @ targets[b::blocks].flatten() / len(inputs[b::blocks])
+            for b in range(blocks)
         ]
         means.append(whole)
-        noises.append(math.sqrt(sum(float((part - whole).square().sum()) for part in parts) / blocks))
+        noises.append(
+            math.sqrt(sum(float((part - whole).square().sum()) for part in parts) / blocks)
+        )
     rows = []
     for mean, noise in zip(means, noises, strict=True):
         raw = [
@@ -46,9 +60,13 @@ def test_user_centric_weights_are_the_formula(blocks: int) -> None:
 
 @pytest.mark.parametrize("local_steps", LOCAL_STEPS)
 @pytest.mark.parametrize("clusters", [None, 2])
-def test_user_centric_ends_where_mixed_local_steps_stand_still(local_steps: int, clusters: int | None) -> None:
+def test_user_centric_ends_where_mixed_local_steps_stand_still(
+    local_steps: int, clusters: int | None
+) -> None:
     """x_k = Σ_j w_kj (o_j + S_j^K (x_j − o_j)) for all k at once, solved as one linear system."""
-    run = PROBLEM.train(UserCentric(local_steps, clusters, blocks=3), rounds=360 // local_steps, lr=0.1)
+    run = PROBLEM.train(
+        UserCentric(local_steps, clusters, blocks=3), rounds=360 // local_steps, lr=0.1
+    )
     powers = EYE - pull(PROBLEM.curvatures, local_steps, 0.1)
     stays = PROBLEM.optima - torch.einsum("kij,kj->ki", powers, PROBLEM.optima)
     system = torch.einsum("kj,jab->kajb", run.state["mixing"], powers).reshape(N * D, N * D)
@@ -72,7 +90,9 @@ def test_user_centric_finds_planted_clusters() -> None:
 
 
 def test_user_centric_mixes_with_nobody_whose_gradients_are_not_finite() -> None:
-    bad = coterie.User("bad", torch.full((6, D), torch.inf, dtype=torch.float64), torch.zeros(6, 1).double())
+    bad = coterie.User(
+        "bad", torch.full((6, D), torch.inf, dtype=torch.float64), torch.zeros(6, 1).double()
+    )
     problem = LeastSquares([*PROBLEM.users, bad], PROBLEM.curvatures, PROBLEM.optima)
     run = problem.train(UserCentric(2), rounds=3, lr=0.05)
     assert run.state["mixing"][:4, 4].tolist() == [0.0] * 4

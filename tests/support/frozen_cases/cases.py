@@ -22,7 +22,11 @@ def parts_of(runs: Mapping[str, Any], **more: Any) -> Parts:
         before = f"{name}: " if len(runs) > 1 else ""
         for whose, model in models_of(run).items():
             parts["parameters"][before + whose] = flat(model.state_dict().values())
-        of_run = {"points": curves(points_of(run)), "numbers": numbers_of(run), "state": state_of(run)}
+        of_run = {
+            "points": curves(points_of(run)),
+            "numbers": numbers_of(run),
+            "state": state_of(run),
+        }
         for part, values in of_run.items():
             parts[part] |= {before + path: vector for path, vector in flattened(values)}
     return parts
@@ -36,7 +40,10 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 def curves(points: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return each quantity over all points, not a number where it was not recorded."""
     names = sorted({name for point in points for name in point})
-    return {name: torch.tensor([float(p.get(name, np.nan)) for p in points], dtype=torch.float64) for name in names}
+    return {
+        name: torch.tensor([float(p.get(name, np.nan)) for p in points], dtype=torch.float64)
+        for name in names
+    }
 
 
 def flattened(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -49,7 +56,9 @@ def flattened(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         for name, inner in value.items():
             longer = f"{path}.{name}" if path else str(name)
             known = RENAMED.get(longer, RENAMED.get(str(name)))
-            yield from flattened(inner, longer if known is None else f"{path}.{known}" if path else known)
+            yield from flattened(
+                inner, longer if known is None else f"{path}.{known}" if path else known
+            )
     elif isinstance(value, list | tuple | np.ndarray) and len(value):
         if all(isinstance(inner, bool | int | float | np.number | np.bool_) for inner in value):
             yield path, torch.tensor([float(inner) for inner in value], dtype=torch.float64)
@@ -66,7 +75,9 @@ BITS: set[str] = set()
 """The cases that are far apart where one bit is: where bits decide of an order, a tie or a draw."""
 
 
-def case(name: str, *, draws: bool = False, bits: bool = False) -> Callable[[Callable[[], Any]], None]:
+def case(
+    name: str, *, draws: bool = False, bits: bool = False
+) -> Callable[[Callable[[], Any]], None]:
     """Add a case, which gives a run, runs by name, or parts."""
 
     def add(work: Callable[[], Any]) -> None:

@@ -53,7 +53,9 @@ def the_rest() -> None:
             results[model] = evaluate(network(model), loss, me)
             results[f"{model}, in chunks"] = evaluate(network(model), loss, me, chunk=7)
         more = {"largest": lambda outputs, targets: float(outputs.abs().max())}
-        results["a metric"] = evaluate(network(), f.cross_entropy, users(validation=9)[0], metrics=more)
+        results["a metric"] = evaluate(
+            network(), f.cross_entropy, users(validation=9)[0], metrics=more
+        )
         return parts_of({}, **results)
 
     @case("data sets", draws=True)
@@ -61,13 +63,17 @@ def the_rest() -> None:
         names = {"me": (12, 3), "a": (17, 4), "b": (8, 5)}
         everyone = [make("dataset user", name, Jittered(*about)) for name, about in names.items()]
         return {
-            name: a_run(rule(()), everyone=everyone) for name, rule in (PLAIN | ROWS).items() if "tau" not in name
+            name: a_run(rule(()), everyone=everyone)
+            for name, rule in (PLAIN | ROWS).items()
+            if "tau" not in name
         }
 
     @case("metrics and callbacks")
     def _() -> Parts:
         told: list[list[float]] = []
-        more: dict[str, Any] = {"metrics": {"spread": lambda outputs, targets: float(outputs.std())}}
+        more: dict[str, Any] = {
+            "metrics": {"spread": lambda outputs, targets: float(outputs.std())}
+        }
 
         def tell(step: Any) -> None:
             told.append(told_of(step))
@@ -91,10 +97,18 @@ def of_table(kind: str, model: str) -> Parts:
     numbers = random.standard_normal((n, 3))
     who = np.resize(["north", "south", "east"], n)
     y = numbers @ [1.0, -1.0, 0.5] + (who == "south") + 0.3 * random.standard_normal(n)
-    frame = pd.DataFrame(numbers, columns=list("uvw")).assign(who=who, colour=np.resize(["red", "blue"], n))
+    frame = pd.DataFrame(numbers, columns=list("uvw")).assign(
+        who=who, colour=np.resize(["red", "blue"], n)
+    )
     frame.loc[::11, "v"] = np.nan
     frame["y"] = y if kind == "regression" else np.where(y > 0, "yes", "no")
-    task: dict[str, Any] = {"user_column": "who", "target": "y", "me": "north", "own_examples": 20, "seed": 1}
+    task: dict[str, Any] = {
+        "user_column": "who",
+        "target": "y",
+        "me": "north",
+        "own_examples": 20,
+        "seed": 1,
+    }
     with tempfile.TemporaryDirectory() as folder:
         frame.to_csv(Path(folder) / "table.csv", index=False)
         runs, predictions, difference = table_runs(

@@ -30,7 +30,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 def other_engines() -> None:
     """Add quadratics, sites, and peers in processes of their own."""
-    for name, rule in (PLAIN | ROWS | AUTO | {"averaging, trimmed": OTHER["averaging, trimmed"]}).items():
+    for name, rule in (
+        PLAIN | ROWS | AUTO | {"averaging, trimmed": OTHER["averaging, trimmed"]}
+    ).items():
 
         @case(f"flare: {name}")
         def _(rule: Making = rule) -> Any:
@@ -42,17 +44,34 @@ def other_engines() -> None:
         def _(rule: Making = (PLAIN | ROWS)[name]) -> Any:
             return a_run(rule(()), "batch norm, dropout", engine=flare, steps=5)
 
-    chosen = ("averaging, tau", "averaging, falling", "correction", "correction, falling", "cosine", "mirror")
+    chosen = (
+        "averaging, tau",
+        "averaging, falling",
+        "correction",
+        "correction, falling",
+        "cosine",
+        "mirror",
+    )
     several = {name: (PLAIN | ROWS)[name] for name in chosen} | {"auto": AUTO["correction, auto"]}
     several["averaging, krum"] = OTHER["averaging, krum"]
-    ways: dict[str, dict[str, Any]] = {"gather": {"gather": True}, "reduce": {}, "bf16": {"compress": "bf16"}}
+    ways: dict[str, dict[str, Any]] = {
+        "gather": {"gather": True},
+        "reduce": {},
+        "bf16": {"compress": "bf16"},
+    }
     for how, settings in ways.items():
 
         @case(f"distributed, {how}")
         def _(settings: dict[str, Any] = settings) -> Any:
             with distributed(**settings) as engine:
-                some = several if not settings.get("compress") else {name: several[name] for name in chosen[:1]}
-                return {name: a_run(rule(()), engine=engine, steps=6) for name, rule in some.items()}
+                some = (
+                    several
+                    if not settings.get("compress")
+                    else {name: several[name] for name in chosen[:1]}
+                )
+                return {
+                    name: a_run(rule(()), engine=engine, steps=6) for name, rule in some.items()
+                }
 
         @case(f"distributed, {how}: batch norm", draws=True)
         def _(settings: dict[str, Any] = settings) -> Any:
@@ -79,11 +98,15 @@ def other_engines() -> None:
 def quadratic_run(rule: Callable[[Any], Any], **more: Any) -> Any:
     """Return a run on noisy quadratics."""
     own = {"curvature": [1.0, 0.5, 2.0], "optimum": [0.0, 1.0, -1.0], "noise": 0.3}
-    peers = [{"curvature": 1 + 0.2 * k, "optimum": 0.3 * k, "noise": 0.1 + 0.1 * k} for k in range(4)]
+    peers = [
+        {"curvature": 1 + 0.2 * k, "optimum": 0.3 * k, "noise": 0.1 + 0.1 * k} for k in range(4)
+    ]
     problem = quadratics(own, peers, **more)
     model = nn.Linear(1, 3, bias=False, dtype=torch.float64)
     model.load_state_dict({"weight": torch.tensor([[-1.0], [2.0], [0.5]])})
-    me = make("user", "0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64))
+    me = make(
+        "user", "0", torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
+    )
     options: dict[str, Any] = {"optimizer": SGD, "lr": 0.1, "steps": 12, "evaluate_every": 4}
     return train(model, f.mse_loss, [me], rule(problem), engine=engine_of(problem, 5), **options)
 
@@ -104,7 +127,10 @@ def captured_and_guarded() -> None:
             return a_run(rule(()), everyone=users(validation=30), guard="held-out", measure=True)
 
     options: dict[str, dict[str, Any]] = {
-        "Adam, falling": {"optimizer": Adam, "scheduler": functools.partial(ExponentialLR, gamma=0.8)},
+        "Adam, falling": {
+            "optimizer": Adam,
+            "scheduler": functools.partial(ExponentialLR, gamma=0.8),
+        },
         "momentum, cycle": {
             "optimizer": functools.partial(SGD, momentum=0.9, weight_decay=0.01),
             "scheduler": functools.partial(CosineAnnealingLR, T_max=12),
@@ -116,7 +142,12 @@ def captured_and_guarded() -> None:
         def _(more: dict[str, Any] = more) -> Any:
             return a_run(PLAIN["correction"](()), capture=True, steps=12, **more)
 
-    for name, model in {"tokens": "tokens", "conv": "conv", "tied": "tied", "regression": "regression"}.items():
+    for name, model in {
+        "tokens": "tokens",
+        "conv": "conv",
+        "tied": "tied",
+        "regression": "regression",
+    }.items():
 
         @case(f"captured: correction, {name}")
         def _(model: str = model) -> Any:
@@ -128,8 +159,15 @@ def captured_and_guarded() -> None:
         def _(capture: bool = capture) -> Any:
             everyone = users(validation=120)
             everyone = [everyone[0], *(make("flipped", peer, 3) for peer in everyone[1:])]
-            more: dict[str, Any] = {"optimizer": Adam, "lr": 0.05, "capture": capture, "guard": "auto"}
-            return a_run(make("averaging", 0.99), everyone=everyone, steps=20, evaluate_every=4, **more)
+            more: dict[str, Any] = {
+                "optimizer": Adam,
+                "lr": 0.05,
+                "capture": capture,
+                "guard": "auto",
+            }
+            return a_run(
+                make("averaging", 0.99), everyone=everyone, steps=20, evaluate_every=4, **more
+            )
 
         @case(f"guarded: alone is served{', captured' * capture}")
         def _(capture: bool = capture) -> Any:
@@ -140,7 +178,9 @@ def captured_and_guarded() -> None:
 
         @case(f"left out: correction{', captured' * capture}, Adam")
         def _(capture: bool = capture) -> Any:
-            return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), capture=capture, optimizer=Adam)
+            return a_run(
+                PLAIN["correction"](()), everyone=with_bad_peer(), capture=capture, optimizer=Adam
+            )
 
         @case(f"stopped: own gradient{', captured' * capture}")
         def _(capture: bool = capture) -> Any:
@@ -151,7 +191,15 @@ def captured_and_guarded() -> None:
 
 def left_out() -> None:
     """Add a peer with gradients that are not finite at some steps."""
-    chosen = ("averaging, tau", "correction, falling", "cosine", "gate", "erosion", "mirror", "first order")
+    chosen = (
+        "averaging, tau",
+        "correction, falling",
+        "cosine",
+        "gate",
+        "erosion",
+        "mirror",
+        "first order",
+    )
     for name in chosen:
         rule = (PLAIN | ROWS)[name]
         for where, engine in {"in process": in_process, "flare": flare}.items():
@@ -177,7 +225,11 @@ def left_out() -> None:
             with distributed(gather=how) as engine:
                 return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), engine=engine)
 
-    for name, method in {"FedAvg": {"local_steps": 2}, "Scaffold": {"local_steps": 2}, "Ditto": {}}.items():
+    for name, method in {
+        "FedAvg": {"local_steps": 2},
+        "Scaffold": {"local_steps": 2},
+        "Ditto": {},
+    }.items():
 
         @case(f"left out: {name}")
         def _(name: str = name, knobs: dict[str, Any] = method) -> Any:
@@ -189,4 +241,9 @@ def left_out() -> None:
 
     @case("left out: stream averaging")
     def _() -> Any:
-        return a_run(make("stream averaging", horizon=30), everyone=with_bad_peer(), steps=24, evaluate_every=6)
+        return a_run(
+            make("stream averaging", horizon=30),
+            everyone=with_bad_peer(),
+            steps=24,
+            evaluate_every=6,
+        )

@@ -1,7 +1,8 @@
 """Runs whose numbers are frozen: every rule, engine, method, model and way to train, each small.
 
-`CASES` has them by name. What each gives is compared, bit by bit, with `tests/frozen.json` (`support.frozen`).
-Names of the library may change and numbers may not: all that is known of its names is in `library`.
+`CASES` has them by name. What each gives is compared, bit by bit, with `tests/frozen.json`
+(`support.frozen`). Names of the library may change and numbers may not: all that is known of its
+names is in `library`.
 """
 
 from __future__ import annotations

@@ -113,7 +113,10 @@ the names below) → the name below."""
 
 def keywords(thing: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords by the names that they have now."""
-    return {KEYWORDS.get(f"{thing}.{name}", KEYWORDS.get(name, name)): value for name, value in knobs.items()}
+    return {
+        KEYWORDS.get(f"{thing}.{name}", KEYWORDS.get(name, name)): value
+        for name, value in knobs.items()
+    }
 
 
 def make(thing: str, *values: Any, **knobs: Any) -> Any:
@@ -123,17 +126,23 @@ def make(thing: str, *values: Any, **knobs: Any) -> Any:
 
 def train(model: nn.Module, loss: Any, users: Users, rule: Any, **options: Any) -> Any:
     """Return a run."""
-    return coterie.train(model, loss, users[0], users[1:], rule, progress=False, **keywords("train", options))
+    return coterie.train(
+        model, loss, users[0], users[1:], rule, progress=False, **keywords("train", options)
+    )
 
 
-def train_many(model: nn.Module, loss: Any, wanted: Sequence[Mapping[str, Any]], **options: Any) -> list[Any]:
+def train_many(
+    model: nn.Module, loss: Any, wanted: Sequence[Mapping[str, Any]], **options: Any
+) -> list[Any]:
     """Return runs, each wanted with `users`, `rule` and what else is its own."""
     specs = []
     for each in wanted:
         me, *peers = each["users"]
         own = {name: value for name, value in each.items() if name not in ("users", "model")}
         start = each.get("model", model)
-        specs.append(coterie.RunSpec(start, loss, me, peers, **keywords("train_many", {**options, **own})))
+        specs.append(
+            coterie.RunSpec(start, loss, me, peers, **keywords("train_many", {**options, **own}))
+        )
     return coterie.train_many(specs, progress=False)
 
 
@@ -174,7 +183,9 @@ def flare(model: nn.Module, loss: Any, me: Any, peers: Users, **settings: Any) -
 
 def attacked(attackers: Sequence[str], attack: Any) -> Callable[..., Any]:
     """Return what makes an engine under attack."""
-    return lambda *problem, **settings: attacks.Attacked(in_process(*problem, **settings), attackers, attack)
+    return lambda *problem, **settings: attacks.Attacked(
+        in_process(*problem, **settings), attackers, attack
+    )
 
 
 def distributed(**settings: Any) -> AbstractContextManager[Any]:
@@ -233,7 +244,9 @@ def numbers_of(run: Any) -> dict[str, Any]:
             "difference": guard.get("difference"),
             "error": guard.get("error"),
         },
-        "traffic": {name: {key: each[key] for key in kept} for name, each in end["traffic"].items()},
+        "traffic": {
+            name: {key: each[key] for key in kept} for name, each in end["traffic"].items()
+        },
     }
 
 

@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 METHODS: dict[str, Callable[[], Any]] = {
     "APFL": lambda: make("APFL", local_steps=2),
     "APFL, not learned": lambda: make("APFL", local_steps=1, mixing=0.3, learned=False),
-    "Ditto": lambda: make("Ditto", penalty=0.3, together=make("FedAvg", local_steps=2), personal_steps=2),
+    "Ditto": lambda: make(
+        "Ditto", penalty=0.3, together=make("FedAvg", local_steps=2), personal_steps=2
+    ),
     "Ditto, robust": lambda: make("Ditto", together=make("FedAvg", pool=make("trimmed", f=1))),
     "FedAvg": lambda: make("FedAvg", local_steps=3),
     "FedAvg, equal": lambda: make("FedAvg", local_steps=2, shares="equal"),
@@ -22,7 +24,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "FedFomo": lambda: make("FedFomo", local_steps=2),
     "FedFomo, mine": lambda: make("FedFomo", local_steps=2, start="mine"),
     "FineTuning": lambda: make("FineTuning", rounds=1, together=make("FedAvg", local_steps=2)),
-    "FineTuning, Scaffold": lambda: make("FineTuning", rounds=2, together=make("Scaffold", local_steps=2)),
+    "FineTuning, Scaffold": lambda: make(
+        "FineTuning", rounds=2, together=make("Scaffold", local_steps=2)
+    ),
     "HypCluster": lambda: make("HypCluster", clusters=1, local_steps=2),
     "HypCluster, three": lambda: make("HypCluster", clusters=3, local_steps=2, spread=0.3),
     "L2GD": lambda: make("L2GD", local_steps=2, penalty=0.3, probability=0.4),
@@ -31,7 +35,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "Mime": lambda: make("Mime", local_steps=2, momentum=0.8),
     "Mime, lite": lambda: make("Mime", local_steps=2, lite=True),
     "PerFedAvg": lambda: make("PerFedAvg", local_steps=2, inner_lr=0.05),
-    "PerFedAvg, Hessian-free": lambda: make("PerFedAvg", local_steps=2, inner_lr=0.05, difference=0.01),
+    "PerFedAvg, Hessian-free": lambda: make(
+        "PerFedAvg", local_steps=2, inner_lr=0.05, difference=0.01
+    ),
     "SAGA": lambda: make("SAGA", local_steps=4),
     "SAGA, biased": lambda: make("SAGA", local_steps=4, biased=True),
     "SVRG": lambda: make("SVRG", local_steps=3),
@@ -58,13 +64,17 @@ def federated_methods() -> None:
 
         @case(f"method: {name}", draws="three" in name)
         def _(method: Callable[[], Any] = method) -> Any:
-            return a_run(method(), everyone=users(validation=10, shift=0.8), steps=3, evaluate_every=1)
+            return a_run(
+                method(), everyone=users(validation=10, shift=0.8), steps=3, evaluate_every=1
+            )
 
     for name in ("FedAvg", "Ditto", "Scaffold, option 1", "SAGA"):
 
         @case(f"method, tokens: {name}")
         def _(method: Callable[[], Any] = METHODS[name]) -> Any:
-            return a_run(method(), "tokens", steps=2, scheduler=functools.partial(ExponentialLR, gamma=0.5))
+            return a_run(
+                method(), "tokens", steps=2, scheduler=functools.partial(ExponentialLR, gamma=0.5)
+            )
 
         @case(f"method, one by one: {name}")
         def _(method: Callable[[], Any] = METHODS[name]) -> Any:
@@ -72,5 +82,8 @@ def federated_methods() -> None:
 
     @case("method: averaging of means")
     def _() -> Parts:
-        grains = {grain: make("averaging weights", [9, 20, 40], 1.0, 0.3, grain) for grain in ("fine", "coarse")}
+        grains = {
+            grain: make("averaging weights", [9, 20, 40], 1.0, 0.3, grain)
+            for grain in ("fine", "coarse")
+        }
         return parts_of({}, **grains)

@@ -21,11 +21,15 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
 
 
-def labelled(n: int, seed: int, *, shift: float = 0.0, kind: str = "classes") -> tuple[Tensor, Tensor]:
+def labelled(
+    n: int, seed: int, *, shift: float = 0.0, kind: str = "classes"
+) -> tuple[Tensor, Tensor]:
     """Return examples: what decides of their targets is shifted from user to user."""
     shape = {"images": (n, 1, 5, 5), "series": (n, 4, 3)}.get(kind, (n, 5))
     inputs = normal(*shape, seed=seed)
-    truth = normal(inputs[0].numel(), 3, seed=7) + shift * normal(inputs[0].numel(), 3, seed=seed + 1)
+    truth = normal(inputs[0].numel(), 3, seed=7) + shift * normal(
+        inputs[0].numel(), 3, seed=seed + 1
+    )
     scores = inputs.flatten(1) @ truth + 0.5 * normal(n, 3, seed=seed + 2)
     if kind == "numbers":
         return inputs.float(), scores[:, :1].float()
@@ -57,7 +61,10 @@ def users(
     held_out = {"validation": some(validation, 91, 0.0)} if validation else {}
     me = make("user", NAMES[0], *some(sizes[0], 11, 0.0), test=some(12, 92, 0.0), **held_out)
     others = zip(NAMES[1:], sizes[1:], strict=False)
-    return [me, *(make("user", name, *some(n, 20 + 10 * k, shift)) for k, (name, n) in enumerate(others))]
+    return [
+        me,
+        *(make("user", name, *some(n, 20 + 10 * k, shift)) for k, (name, n) in enumerate(others)),
+    ]
 
 
 def spoiled(examples: tuple[Tensor, Tensor], *rows: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +77,11 @@ def spoiled(examples: tuple[Tensor, Tensor], *rows: int) -> tuple[Tensor, Tensor
 def with_bad_peer(*rows: int) -> list[Any]:
     """Return users one of whom has gradients that are not finite at some steps."""
     everyone = users()
-    return [everyone[0], make("user", "a", *spoiled(labelled(26, 20, shift=0.4), *(rows or (5,)))), *everyone[2:]]
+    return [
+        everyone[0],
+        make("user", "a", *spoiled(labelled(26, 20, shift=0.4), *(rows or (5,)))),
+        *everyone[2:],
+    ]
 
 
 class Tied(nn.Module):
@@ -122,7 +133,9 @@ def _mlp() -> nn.Module:
 
 def _cnn(*more: nn.Module) -> nn.Module:
     # No bias: before a norm its gradient would be rounding, which Adam makes as long as any.
-    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), *more, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False), *more, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -134,7 +147,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "conv": (lambda: _cnn(nn.GroupNorm(2, 4)), "images"),
     "batch norm": (lambda: _cnn(nn.BatchNorm2d(4)), "images"),
     "batch norm, dropout": (lambda: _cnn(nn.BatchNorm2d(4), nn.Dropout(0.3)), "images"),
-    "dropout": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3)), "classes"),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, 3)),
+        "classes",
+    ),
     "tokens": (Tokens, "tokens"),
     "recurrent": (Recurrent, "series"),
 }
@@ -146,7 +162,9 @@ def network(name: str = "mlp", seed: int = 3) -> nn.Module:
     model = MODELS[name][0]()
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
-            centre = parameter if isinstance(norm_of(model, parameter), nn.Module) else torch.zeros(())
+            centre = (
+                parameter if isinstance(norm_of(model, parameter), nn.Module) else torch.zeros(())
+            )
             scale = 0.5 if parameter.ndim > 1 else 0.1
             parameter.copy_(centre + scale * normal(*parameter.shape, seed=100 * seed + k).float())
     return model
@@ -155,9 +173,13 @@ def network(name: str = "mlp", seed: int = 3) -> nn.Module:
 def norm_of(model: nn.Module, parameter: Tensor) -> nn.Module | None:
     """Return the norm that a parameter is of, which begins at 1 or 0; None for other layers."""
     norms = [
-        module for module in model.modules() if isinstance(module, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm2d)
+        module
+        for module in model.modules()
+        if isinstance(module, nn.GroupNorm | nn.LayerNorm | nn.BatchNorm2d)
     ]
-    return next((module for module in norms if any(parameter is p for p in module.parameters())), None)
+    return next(
+        (module for module in norms if any(parameter is p for p in module.parameters())), None
+    )
 
 
 LOSSES: dict[str, Any] = {"numbers": f.mse_loss, "binary": f.binary_cross_entropy_with_logits}
@@ -168,11 +190,19 @@ def a_run(rule: Any, model: str = "mlp", everyone: Users | None = None, **option
     kind = MODELS[model][1]
     everyone = users(kind=kind) if everyone is None else everyone
     made = network(model)
-    plain: dict[str, Any] = {"optimizer": SGD, "lr": 0.1, "steps": 8, "batch_size": 9, "evaluate_every": 3}
+    plain: dict[str, Any] = {
+        "optimizer": SGD,
+        "lr": 0.1,
+        "steps": 8,
+        "batch_size": 9,
+        "evaluate_every": 3,
+    }
     options = plain | {"measure": False, "guard": "off", "seed": 5} | options
     if is_method(rule):
         options.pop("optimizer")
-    options = {name: value(made) if name == "optimizer of" else value for name, value in options.items()}
+    options = {
+        name: value(made) if name == "optimizer of" else value for name, value in options.items()
+    }
     if "optimizer of" in options:
         options["optimizer"] = options.pop("optimizer of")
         options.pop("lr")

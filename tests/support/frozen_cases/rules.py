@@ -45,20 +45,26 @@ PLAIN: dict[str, Making] = {
     "averaging, all": lambda _: make("averaging", 1.0),
     "correction": lambda _: make("correction", 0.7, 0.1),
     "correction, tau": lambda _: make("correction", 0.8, 0.2, TAU),
-    "correction, half from zero": lambda _: make("correction", 0.6, 0.2, correction=0.5, start="zero"),
+    "correction, half from zero": lambda _: make(
+        "correction", 0.6, 0.2, correction=0.5, start="zero"
+    ),
     "correction, paper": lambda _: make("correction", 0.9, 0.1, warm_up=False),
     "correction, falling": lambda _: make("correction", falling, falling, correction=0.7),
 }
 OTHER: dict[str, Making] = {
     "pooled": lambda everyone: make("pooled", everyone[0], everyone[1:]),
-    "data interpolation": lambda everyone: make("data interpolation", everyone[0], everyone[1:], mixing=0.4),
+    "data interpolation": lambda everyone: make(
+        "data interpolation", everyone[0], everyone[1:], mixing=0.4
+    ),
     "oracle": lambda _: make("oracle", alpha=0.7, bias=lambda x: 0.05 * x, tau=TAU),
     **{
         f"averaging, {name}": lambda _, pool=pool: make("averaging", 0.7, pool=pool())  # type: ignore[misc]
         for name, pool in AGGREGATORS.items()
     },
     "correction, trimmed": lambda _: make("correction", 0.8, 0.2, pool=make("trimmed", f=1)),
-    "correction, geometric": lambda _: make("correction", falling, 0.2, start="zero", pool=make("geometric")),
+    "correction, geometric": lambda _: make(
+        "correction", falling, 0.2, start="zero", pool=make("geometric")
+    ),
 }
 AUTO: dict[str, Making] = {
     "averaging, auto": lambda _: make("averaging", "auto"),
@@ -73,7 +79,8 @@ AUTO: dict[str, Making] = {
 def rules_in_process() -> None:
     """Add every rule, with all peers together and one by one."""
     for name, rule in (PLAIN | ROWS | OTHER).items():
-        sizes = (20, 26, 7, 15, 21, 12, 18) if name in OTHER else (20, 26, 7, 15, 21)  # aggregators like many
+        # aggregators like many
+        sizes = (20, 26, 7, 15, 21, 12, 18) if name in OTHER else (20, 26, 7, 15, 21)
 
         @case(f"in process: {name}", bits="bucketing" in name)
         def _(rule: Making = rule, sizes: Sequence[int] = sizes) -> Any:
@@ -104,7 +111,9 @@ def rules_in_process() -> None:
     @case("in process: adaptive, held out")
     def _() -> Any:
         everyone = users((14, 26, 15, 21), validation=10, shift=1.0)
-        return a_run(make("adaptive", budget=3), everyone=everyone, steps=12, optimizer=Adam, lr=0.05)
+        return a_run(
+            make("adaptive", budget=3), everyone=everyone, steps=12, optimizer=Adam, lr=0.05
+        )
 
     @case("in process: adaptive, batch norm")
     def _() -> Any:
@@ -123,7 +132,9 @@ def fresh(name: str, shift: float) -> Any:
         random = np.random.default_rng([seed, step])
         inputs = torch.from_numpy(random.standard_normal((size, 5)))
         truth = normal(5, 1, seed=7) + shift
-        return inputs.float(), (inputs @ truth + torch.from_numpy(random.standard_normal((size, 1)))).float()
+        return inputs.float(), (
+            inputs @ truth + torch.from_numpy(random.standard_normal((size, 1)))
+        ).float()
 
     return make("stream", name, draw, test=labelled(12, 92, kind="numbers"))
 
@@ -140,8 +151,13 @@ def streams() -> None:
 
         @case(f"stream: {name}")
         def _(rule: Callable[[], Any] = rule) -> Any:
-            everyone = [fresh(who, shift) for who, shift in {"me": 0.0, "a": 0.02, "b": 0.1, "c": 2.0}.items()]
-            return a_run(rule(), "regression", everyone, steps=30, lr=0.02, batch_size=4, measure=True)
+            everyone = [
+                fresh(who, shift)
+                for who, shift in {"me": 0.0, "a": 0.02, "b": 0.1, "c": 2.0}.items()
+            ]
+            return a_run(
+                rule(), "regression", everyone, steps=30, lr=0.02, batch_size=4, measure=True
+            )
 
     @case("in process: stream averaging")
     def _() -> Any:
@@ -164,7 +180,10 @@ def under_attack() -> None:
         "drift": lambda: make("drift", z=1.2, period=3),
     }
     for name, attack in several.items():
-        for by, rule in {"averaging": PLAIN["averaging"], "trimmed": OTHER["correction, trimmed"]}.items():
+        for by, rule in {
+            "averaging": PLAIN["averaging"],
+            "trimmed": OTHER["correction, trimmed"],
+        }.items():
 
             @case(f"attacked: {name}, {by}")
             def _(attack: Callable[[], Any] = attack, rule: Making = rule) -> Any:

@@ -12,7 +12,16 @@ import torch
 from tests.support.frozen_cases.cases import case
 from tests.support.frozen_cases.library import Users, flare, make, numbers_of, told_of, train_many
 from tests.support.frozen_cases.methods import METHODS
-from tests.support.frozen_cases.problems import LOSSES, MODELS, TAU, a_run, falling, network, users, with_bad_peer
+from tests.support.frozen_cases.problems import (
+    LOSSES,
+    MODELS,
+    TAU,
+    a_run,
+    falling,
+    network,
+    users,
+    with_bad_peer,
+)
 from tests.support.frozen_cases.rules import PLAIN, ROWS, Making
 from torch import nn
 from torch.nn import functional as f
@@ -39,7 +48,9 @@ def models_and_optimizers() -> None:
         @case(f"{model}: guarded", draws="dropout" in model)
         def _(model: str = model) -> Any:
             everyone = users(kind=MODELS[model][1], validation=20)
-            return a_run(PLAIN["averaging"](()), model, everyone, guard="held-out", optimizer=Adam, lr=0.02)
+            return a_run(
+                PLAIN["averaging"](()), model, everyone, guard="held-out", optimizer=Adam, lr=0.02
+            )
 
         @case(f"{model}: FedAvg", draws="dropout" in model)
         def _(model: str = model) -> Any:
@@ -54,11 +65,16 @@ def models_and_optimizers() -> None:
         @case(f"double: {name}")
         def _(rule: Making = (PLAIN | ROWS)[name]) -> Any:
             everyone = users(dtype=torch.float64, validation=15)
-            return a_run(rule(()), everyone=everyone, prepare=lambda made: made.double(), measure=True)
+            return a_run(
+                rule(()), everyone=everyone, prepare=lambda made: made.double(), measure=True
+            )
 
     def groups(model: nn.Module) -> Any:
         first, second = model[0], model[2]  # type: ignore[index]  # a sequence of layers
-        rates = [{"params": first.parameters(), "lr": 0.02}, {"params": second.parameters(), "momentum": 0.8}]
+        rates = [
+            {"params": first.parameters(), "lr": 0.02},
+            {"params": second.parameters(), "momentum": 0.8},
+        ]
         return SGD(rates, lr=0.05, weight_decay=0.02)
 
     def a_part(model: nn.Module) -> Any:
@@ -68,10 +84,16 @@ def models_and_optimizers() -> None:
         "momentum": {"optimizer": functools.partial(SGD, momentum=0.9, nesterov=True)},
         "Adam": {"optimizer": Adam, "lr": 0.03},
         "Adam by default": {"optimizer": None, "lr": None},
-        "AdamW, cosine": {"optimizer": AdamW, "scheduler": functools.partial(CosineAnnealingLR, T_max=8)},
+        "AdamW, cosine": {
+            "optimizer": AdamW,
+            "scheduler": functools.partial(CosineAnnealingLR, T_max=8),
+        },
         "RMSprop": {"optimizer": RMSprop, "lr": 0.01},
         "groups": {"optimizer of": groups},
-        "groups, falling": {"optimizer of": groups, "scheduler": functools.partial(ExponentialLR, gamma=0.7)},
+        "groups, falling": {
+            "optimizer of": groups,
+            "scheduler": functools.partial(ExponentialLR, gamma=0.7),
+        },
         "a part": {"optimizer of": a_part},
         "cycle": {"scheduler": functools.partial(OneCycleLR, max_lr=0.3, total_steps=9)},
         "plateau": {
@@ -102,30 +124,50 @@ def models_and_optimizers() -> None:
 
     @case("seeds and batches: averaging")
     def _() -> Any:
-        return {f"{s}, {b}": a_run(PLAIN["averaging"](()), seed=s, batch_size=b) for s in (0, -3) for b in (1, 64)}
+        return {
+            f"{s}, {b}": a_run(PLAIN["averaging"](()), seed=s, batch_size=b)
+            for s in (0, -3)
+            for b in (1, 64)
+        }
 
 
 def half_and_half(rule: Callable[[], Any], everyone: Callable[[], Users], **options: Any) -> Any:
     """Return a run that was stopped half way and taken up again."""
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {"steps": 10, "checkpoint_every": 4, "evaluate_every": 2} | options
+        settings: dict[str, Any] = {
+            "steps": 10,
+            "checkpoint_every": 4,
+            "evaluate_every": 2,
+        } | options
         half = settings["steps"] // 2
         settings |= {"out": Path(folder) / "run"}
-        stopped = a_run(rule(), everyone=everyone(), callbacks=[lambda step: told_of(step)[0] == half], **settings)
+        stopped = a_run(
+            rule(),
+            everyone=everyone(),
+            callbacks=[lambda step: told_of(step)[0] == half],
+            **settings,
+        )
         assert numbers_of(stopped)["step"] == half
         return a_run(rule(), everyone=everyone(), resume=True, **settings)
 
 
 def resumed() -> None:
     """Add runs that were stopped half way and taken up again."""
-    adam: dict[str, Any] = {"optimizer": Adam, "lr": 0.05, "scheduler": functools.partial(ExponentialLR, gamma=0.8)}
+    adam: dict[str, Any] = {
+        "optimizer": Adam,
+        "lr": 0.05,
+        "scheduler": functools.partial(ExponentialLR, gamma=0.8),
+    }
     momentum = {"optimizer": functools.partial(SGD, momentum=0.9)}
     held_out = functools.partial(users, validation=15)
     runs: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         "alone": (lambda: make("alone"), adam),
         "averaging": (lambda: make("averaging", 0.7, TAU), momentum),
         "correction": (lambda: make("correction", 0.7, 0.1), adam),
-        "correction, falling": (lambda: make("correction", falling, falling), momentum | {"measure": True}),
+        "correction, falling": (
+            lambda: make("correction", falling, falling),
+            momentum | {"measure": True},
+        ),
         "first order": (lambda: make("first order"), adam),
         "erosion": (lambda: make("erosion"), {}),
         "trimmed": (lambda: make("averaging", 0.7, pool=make("trimmed", f=1)), {}),
@@ -138,7 +180,10 @@ def resumed() -> None:
             lambda: make("averaging", 0.5),
             {"scheduler": functools.partial(ReduceLROnPlateau, patience=0)},
         ),
-        **{name: (METHODS[name], {"steps": 4}) for name in ("FedAvg", "Ditto", "SAGA", "Scaffold", "FedFomo")},
+        **{
+            name: (METHODS[name], {"steps": 4})
+            for name in ("FedAvg", "Ditto", "SAGA", "Scaffold", "FedFomo")
+        },
         "Waffle": (METHODS["Waffle"], {"steps": 3}),
     }
     for name, (rule, options) in runs.items():
@@ -155,7 +200,11 @@ def resumed() -> None:
     def _() -> Any:
         everyone = functools.partial(users, kind="images", validation=15)
         return half_and_half(
-            lambda: make("correction", 0.7, 0.1), everyone, model="batch norm, dropout", lr=0.03, **momentum
+            lambda: make("correction", 0.7, 0.1),
+            everyone,
+            model="batch norm, dropout",
+            lr=0.03,
+            **momentum,
         )
 
     @case("resumed: flare")
@@ -168,7 +217,12 @@ def many() -> None:
 
     def mixed() -> list[dict[str, Any]]:
         one, other = users(validation=15), users((7, 12, 19), shift=1.0)
-        short = [make("averaging", 0.5), make("correction", 0.8, 0.1), make("alone"), make("adaptive", budget=3)]
+        short = [
+            make("averaging", 0.5),
+            make("correction", 0.8, 0.1),
+            make("alone"),
+            make("adaptive", budget=3),
+        ]
         asked: list[dict[str, Any]] = [
             {"users": one, "rule": rule(one), "seed": k % 3, "lr": (0.05, 0.1)[k % 2]}
             for k, rule in enumerate(PLAIN.values())
@@ -180,7 +234,11 @@ def many() -> None:
             {"users": one, "rule": make("averaging", 0.5, pool=make("median")), "seed": 2},
             {"users": one, "rule": make("first order"), "seed": 2},
             {"users": one, "rule": make("FedAvg", local_steps=2), "optimizer": SGD},
-            {"users": with_bad_peer(3, 9, 15, 21), "rule": make("correction", 0.7, 0.1), "lr": 0.05},
+            {
+                "users": with_bad_peer(3, 9, 15, 21),
+                "rule": make("correction", 0.7, 0.1),
+                "lr": 0.05,
+            },
         ]
         return asked
 
@@ -199,7 +257,12 @@ def many() -> None:
             wanted = mixed()
             if options["optimizer"] is not SGD:
                 wanted = [each for each in wanted if "optimizer" not in each]
-            settings: dict[str, Any] = {"lr": 0.05, "steps": 7, "batch_size": 6, "evaluate_every": 3} | options
+            settings: dict[str, Any] = {
+                "lr": 0.05,
+                "steps": 7,
+                "batch_size": 6,
+                "evaluate_every": 3,
+            } | options
             runs = train_many(network(), f.cross_entropy, wanted, **settings)
             return {f"{k}": run for k, run in enumerate(runs)}
 
@@ -211,6 +274,11 @@ def many() -> None:
             everyone = users(kind=kind, validation=8)
             rules = [PLAIN[name](()) for name in ("averaging, tau", "correction", "alone")]
             wanted = [{"users": everyone, "rule": rule, "seed": k} for k, rule in enumerate(rules)]
-            settings: dict[str, Any] = {"lr": 0.05, "steps": 6, "batch_size": 6, "evaluate_every": 3}
+            settings: dict[str, Any] = {
+                "lr": 0.05,
+                "steps": 6,
+                "batch_size": 6,
+                "evaluate_every": 3,
+            }
             runs = train_many(network(model), LOSSES.get(kind, f.cross_entropy), wanted, **settings)
             return {f"{k}": run for k, run in enumerate(runs)}

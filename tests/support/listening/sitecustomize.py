@@ -19,7 +19,11 @@ def _listen(path: str) -> None:
     def heard(cell: Any, endpoint: Any, origin: str, destination: str, *what: Any) -> None:
         message = what[-1]
         content = message.payload
-        text = bytes(content) if isinstance(content, bytes | bytearray | memoryview) else repr(content).encode()
+        text = (
+            bytes(content)
+            if isinstance(content, bytes | bytearray | memoryview)
+            else repr(content).encode()
+        )
         read = any(word in text for word in (b"gradients", b"batch_size"))
         who, whom = (name.partition(".")[0] for name in (origin, destination))
         with open(path, "a", encoding="utf-8") as file:

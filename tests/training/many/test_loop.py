@@ -78,12 +78,18 @@ def test_what_cannot_take_part_is_trained_by_itself_and_says_why(make_users: Use
 @pytest.mark.parametrize(
     ("model", "loss", "why"),
     [
-        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), f.cross_entropy, "buffers"),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+            f.cross_entropy,
+            "buffers",
+        ),
         (nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)), f.cross_entropy, "random"),
         (nn.Linear(3, 3), my_loss, "not known to be a mean"),
     ],
 )
-def test_a_model_or_loss_that_cannot_be_shared(make_users: Users, model: nn.Module, loss: Any, why: str) -> None:
+def test_a_model_or_loss_that_cannot_be_shared(
+    make_users: Users, model: nn.Module, loss: Any, why: str
+) -> None:
     base = run_of(make_users(), Alone(), copy.deepcopy(model).double(), loss=loss)
     runs = compared(replace(base, seed=seed) for seed in (0, 1))
     assert all(why in run.record.configuration.runs for run in runs)
@@ -130,7 +136,9 @@ def test_examples_of_another_shape_are_taken_by_themselves(make_users: Users) ->
     specs, model = [], OverPlaces(3, 3, dtype=torch.float64)
     for places in (2, 2, 5):
         inputs, targets = users[0].examples.take(torch.arange(12))
-        held = [User(name, inputs.unsqueeze(2).repeat(1, 1, places), targets) for name in ("me", "a")]
+        held = [
+            User(name, inputs.unsqueeze(2).repeat(1, 1, places), targets) for name in ("me", "a")
+        ]
         specs.append(run_of(held, WeightedAveraging(0.5), model))
     runs = compared(specs)
     assert together(runs) == [True, True, False]
@@ -180,11 +188,16 @@ def test_hooks_are_told_of_their_run_and_may_end_it(make_users: Users) -> None:
     rules: list[coterie.Rule] = [WeightedAveraging(falling), Alone(), BiasCorrection(0.5, 0.1)]
     base = run_of(users)
     runs = train_many(
-        [replace(base, rule=rule, hooks=[telling(f"many {k}", 6 + 2 * k)]) for k, rule in enumerate(rules)],
+        [
+            replace(base, rule=rule, hooks=[telling(f"many {k}", 6 + 2 * k)])
+            for k, rule in enumerate(rules)
+        ],
         progress=False,
     )
     for k, rule in enumerate(rules):
-        assert_same(runs[k], by_itself(replace(base, rule=rule, hooks=[telling(f"one {k}", 6 + 2 * k)])))
+        assert_same(
+            runs[k], by_itself(replace(base, rule=rule, hooks=[telling(f"one {k}", 6 + 2 * k)]))
+        )
         for a, b in zip(told[f"many {k}"], told[f"one {k}"], strict=True):
             assert a == pytest.approx(b, rel=1e-9)
     assert [run.stopped for run in runs] == [Stopped.HOOK] * 3
@@ -238,9 +251,14 @@ def test_wrong_settings_are_said_as_by_train(make_users: Users) -> None:
         (replace(base, rule=WeightedAveraging(0.5, {"nobody": 1.0})), "unknown peer 'nobody'"),
         (replace(base, peers=[users[1], users[1]]), "different names"),
         (replace(base, model=nn.Linear(2, 3)), "does not take user 0's inputs"),
-        (replace(base, hooks=[3], seed=1, peers=users[2:]), "`hooks` must be functions of a `Step`"),
+        (
+            replace(base, hooks=[3], seed=1, peers=users[2:]),
+            "`hooks` must be functions of a `Step`",
+        ),
     ):
         with pytest.raises(coterie.errors.CoterieError, match=words):
             train_many([base, wrong], progress=False)
-    with pytest.raises(coterie.errors.KnobError, match="`steps` must be a whole number, at least 1"):
+    with pytest.raises(
+        coterie.errors.KnobError, match="`steps` must be a whole number, at least 1"
+    ):
         train_many([replace(base, steps=0)], progress=False)

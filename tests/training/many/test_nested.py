@@ -50,5 +50,7 @@ def test_runs_of_nested_examples(ignored: bool, weight: Tensor | None) -> None:
     for run, spec in zip(coterie.train_many(specs), specs, strict=True):
         assert run.record.configuration.runs == "one program of 6"
         how: dict[str, Any] = {"steps": 12, "batch_size": 5, "lr": 0.05, "seed": spec.seed}
-        single = coterie.train(spec.model, loss, spec.me, spec.peers, spec.rule, **how, guard="off", measure=False)
+        single = coterie.train(
+            spec.model, loss, spec.me, spec.peers, spec.rule, **how, guard="off", measure=False
+        )
         assert_same(run, single)

@@ -27,7 +27,9 @@ Users = Callable[..., list[User]]
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": torch.optim.SGD,
-    "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum": lambda p, lr: torch.optim.SGD(
+        p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
     "RMSprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.5),
@@ -40,13 +42,16 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "in_blocks"), [*((kind, False) for kind in OPTIMIZERS), ("momentum", True), ("groups", True)]
+    ("kind", "in_blocks"),
+    [*((kind, False) for kind in OPTIMIZERS), ("momentum", True), ("groups", True)],
 )
 def test_every_rule_and_optimizer_gives_the_runs_of_train(
     make_users: Users, monkeypatch: pytest.MonkeyPatch, kind: str, in_blocks: bool
 ) -> None:
     if in_blocks:  # as on a GPU
-        monkeypatch.setattr(ManyLoop, "_captured", lambda loop: Captured(StackBlock(loop.program, undone=False)))
+        monkeypatch.setattr(
+            ManyLoop, "_captured", lambda loop: Captured(StackBlock(loop.program, undone=False))
+        )
     one, other = (
         make_users(),
         make_users((3, 16, 9, 5, 7), held_out=9),
@@ -86,7 +91,9 @@ def test_a_rule_of_ones_own_takes_part(make_users: Users) -> None:
     users = make_users()
     rules = [Clipped(0.5), Clipped(falling, 0.1), Clipped(0.2, falling), Clipped(0.5, sign=-1.0)]
     base = run_of(users, optimizer=torch.optim.SGD)
-    runs = compared(replace(base, rule=rule, seed=seed) for rule in [*rules, *RULES[4:7]] for seed in (0, 1))
+    runs = compared(
+        replace(base, rule=rule, seed=seed) for rule in [*rules, *RULES[4:7]] for seed in (0, 1)
+    )
     assert all(together(runs))
     assert not torch.equal(runs[0].state["last"], runs[2].state["last"])
 
@@ -129,10 +136,16 @@ def targets_of(kind: str, n: int, generator: torch.Generator) -> Tensor:
             f.cross_entropy,
         ),
         ("classes", nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)), f.nll_loss),
-        ("classes", nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), f.cross_entropy),
         (
             "classes",
-            nn.Sequential(nn.Linear(3, 4).requires_grad_(requires_grad=False), nn.ReLU(), nn.Linear(4, 3)),
+            nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)),
+            f.cross_entropy,
+        ),
+        (
+            "classes",
+            nn.Sequential(
+                nn.Linear(3, 4).requires_grad_(requires_grad=False), nn.ReLU(), nn.Linear(4, 3)
+            ),
             f.cross_entropy,
         ),
         ("places", Places(), f.cross_entropy),
@@ -145,7 +158,9 @@ def test_models_and_losses(kind: str, model: nn.Module, loss: Any) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def examples(n: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(n, 3, generator=generator, dtype=torch.float64), targets_of(kind, n, generator)
+        return torch.randn(n, 3, generator=generator, dtype=torch.float64), targets_of(
+            kind, n, generator
+        )
 
     me = User("me", *examples(9), validation=examples(8), test=examples(8))
     peers = [User(name, *examples(n)) for name, n in (("a", 12), ("b", 3))]
@@ -156,14 +171,18 @@ def test_models_and_losses(kind: str, model: nn.Module, loss: Any) -> None:
                 module.reset_parameters()
     base = run_of([me, *peers], model=model, loss=loss, metrics={} if kind == "shares" else None)
     rules = Alone(), WeightedAveraging(0.4)
-    assert all(together(compared(replace(base, rule=rule, seed=seed) for rule in rules for seed in (0, 1))))
+    assert all(
+        together(compared(replace(base, rule=rule, seed=seed) for rule in rules for seed in (0, 1)))
+    )
 
 
 def test_pictures_through_convolutions(make_users: Users) -> None:
     users = [
         User(
             u.name,
-            u.examples.take(torch.arange(len(u)))[0].repeat_interleave(24, 1)[:, :64].reshape(-1, 1, 8, 8),
+            u.examples.take(torch.arange(len(u)))[0]
+            .repeat_interleave(24, 1)[:, :64]
+            .reshape(-1, 1, 8, 8),
             torch.arange(len(u)) % 3,
         )
         for u in make_users()
@@ -171,7 +190,9 @@ def test_pictures_through_convolutions(make_users: Users) -> None:
     torch.manual_seed(0)
     for model in (cnn(64, 3), nn.Sequential(nn.Flatten(), nn.Linear(64, 3))):
         base = run_of(users, model=model.double())
-        assert all(together(compared(replace(base, rule=WeightedAveraging(alpha)) for alpha in (0.2, 0.8))))
+        assert all(
+            together(compared(replace(base, rule=WeightedAveraging(alpha)) for alpha in (0.2, 0.8)))
+        )
 
 
 def test_users_in_turn_share_their_batches(make_users: Users) -> None:
@@ -186,7 +207,9 @@ def test_users_in_turn_share_their_batches(make_users: Users) -> None:
     assert all(together(compared(specs)))
 
 
-def test_memory_bounds_what_goes_together(make_users: Users, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_bounds_what_goes_together(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(copies.MAX_ACTIVATION_BYTES, "cpu", 3000)
     base = run_of(make_users())
     compared(replace(base, rule=rule, seed=seed) for rule in RULES for seed in (0, 1))
@@ -208,7 +231,10 @@ def test_each_may_start_elsewhere_and_schedules_are_kept(make_users: Users) -> N
 def test_runs_of_other_losses_lengths_or_batches(make_users: Users) -> None:
     """What differs in loss, steps, evaluations or metrics is a program of its own; batches may differ in one."""
     base = run_of(make_users(), WeightedAveraging(0.5))
-    others: list[dict[str, Any]] = [{"steps": 7}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}]
+    others: list[dict[str, Any]] = [
+        {"steps": 7},
+        {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+    ]
     others += [{"evaluate_every": 4}, {"metrics": {}}]
     changed = [replace(base, seed=seed, **other) for other in others for seed in (0, 1)]
     runs = compared([base, *changed, replace(base, batch_size=3)])

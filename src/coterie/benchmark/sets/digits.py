@@ -1,4 +1,7 @@
-"""Handwritten digits by writer segment, from the copy that scikit-learn carries: 14 users, 1,797 digits."""
+"""Handwritten digits by writer segment, from the copy that scikit-learn carries.
+
+14 users, 1,797 digits.
+"""
 
 from pathlib import Path
 
@@ -17,4 +20,6 @@ def read(_: Path) -> Population:
 
     bunch = load_digits()
     owners = np.repeat([f"writer {k}" for k in range(len(BOUNDS) - 1)], np.diff(BOUNDS))
-    return Population(torch.tensor(bunch.images / 16, dtype=torch.float32)[:, None], bunch.target, owners, 10)
+    return Population(
+        torch.tensor(bunch.images / 16, dtype=torch.float32)[:, None], bunch.target, owners, 10
+    )

@@ -32,7 +32,8 @@ def read(folder: Path) -> Population:
     import pandas as pd
 
     parts = [
-        pd.read_csv(folder / file, header=None, names=COLUMNS, na_values=["?", "-9", "-9.0"]) for file in FILES
+        pd.read_csv(folder / file, header=None, names=COLUMNS, na_values=["?", "-9", "-9.0"])
+        for file in FILES
     ]
     table = pd.concat(parts, ignore_index=True)
     table["chol"] = table["chol"].where(table["chol"] != 0)

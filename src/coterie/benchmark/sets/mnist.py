@@ -14,7 +14,11 @@ from coterie.errors import DataError
 BATCHES = 20
 """Of the 21 pictures the last holds test digits, whose writers are others."""
 
-FILES = (*(f"mnist_batch_{k}.png" for k in range(BATCHES)), "mnist_labels.js", "qmnist-train-labels-idx2-int.gz")
+FILES = (
+    *(f"mnist_batch_{k}.png" for k in range(BATCHES)),
+    "mnist_labels.js",
+    "qmnist-train-labels-idx2-int.gz",
+)
 
 
 @register_set(
@@ -25,13 +29,16 @@ FILES = (*(f"mnist_batch_{k}.png" for k in range(BATCHES)), "mnist_labels.js", "
     batch_size=16,
     folder="mnist_by_writer",
     files=FILES,
-    source="the pictures and labels of github.com/karpathy/convnetjs (demo/mnist) and the training labels of "
-    "github.com/facebookresearch/qmnist",
+    source=(
+        "the pictures and labels of github.com/karpathy/convnetjs (demo/mnist) and the training"
+        " labels of github.com/facebookresearch/qmnist"
+    ),
 )
 def read(folder: Path) -> Population:
     """Read the pictures, one digit a row of 784 bytes, the list of labels, and QMNIST's table of writers.
 
-    That table is a header of 12 bytes and big-endian integers, eight a digit: the class first, the writer third.
+    That table is a header of 12 bytes and big-endian integers, eight a digit: the class first, the
+    writer third.
     """
     import matplotlib.image
 
@@ -39,11 +46,13 @@ def read(folder: Path) -> Population:
     images = np.concatenate([np.rint(255 * picture).astype(np.uint8) for picture in pictures])
     text = (folder / "mnist_labels.js").read_text(encoding="utf-8")
     labels = np.array(json.loads(text[text.index("[") : text.rindex("]") + 1]))
-    about = np.frombuffer(gzip.decompress((folder / FILES[-1]).read_bytes()), ">i4", offset=12).reshape(-1, 8)
+    about = np.frombuffer(
+        gzip.decompress((folder / FILES[-1]).read_bytes()), ">i4", offset=12
+    ).reshape(-1, 8)
     if not len(images) == len(about) <= len(labels) or (about[:, 0] != labels[: len(about)]).any():
         raise DataError(
-            f"the pictures ({len(images)} digits), mnist_labels.js and {FILES[-1]} ({len(about)} digits) do not "
-            "belong together; get them again, each whole"
+            f"the pictures ({len(images)} digits), mnist_labels.js and {FILES[-1]} ({len(about)}"
+            " digits) do not belong together; get them again, each whole"
         )
     order = np.argsort(about[:, 2], kind="stable")
     inputs = torch.from_numpy(images[order]).reshape(-1, 1, 28, 28)

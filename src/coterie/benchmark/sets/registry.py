@@ -16,11 +16,15 @@ Read: TypeAlias = Callable[[Path], Population]
 
 @dataclass(frozen=True)
 class UserSet:
-    """A set of users' data. The loss is the cross-entropy or, without classes, the squared error."""
+    """A set of users' data.
+
+    The loss is the cross-entropy or, without classes, the squared error.
+    """
 
     name: str
     read: Read  # reads the examples from the set's folder
-    models: tuple[str | MakeModel, ...] = ("linear",)  # names in `MODELS`, or functions of inputs and outputs
+    # names in `MODELS`, or functions of inputs and outputs
+    models: tuple[str | MakeModel, ...] = ("linear",)
     own_examples: int = 30  # how many examples user 0 has
     most_peers: int = 10  # how many peers it has, at most
     folder: str = ""  # its folder within the folder of all data; its name when empty
@@ -47,7 +51,10 @@ class UserSet:
             'vowels needs nowhere/vowels/a.data, which is not there: get it from its owner'
         """
         if self.files and data is None:
-            return f"{self.name} is read from a folder: name it with `--data`; it is had from {self.source}"
+            return (
+                f"{self.name} is read from a folder: name it with `--data`; it is had from"
+                f" {self.source}"
+            )
         for file in self.files:
             path = self.place(data) / file
             if not path.is_file():
@@ -63,7 +70,9 @@ SETS: Registry[UserSet] = Registry("set", "coterie.data_sets")
 
 
 def register_set(name: str, **about: Any) -> Callable[[Read], Read]:
-    """Make the reader of a set known: a decorator of a function from the set's folder to a `Population`.
+    """Make the reader of a set known.
+
+    A decorator of a function from the set's folder to a `Population`.
 
     Args:
         name: what the set is called.
@@ -79,7 +88,9 @@ def register_set(name: str, **about: Any) -> Callable[[Read], Read]:
 
 @functools.lru_cache(maxsize=2)  # MNIST is large, and one set is done after the other
 def load(user_set: UserSet, data: Path | None = None) -> Population:
-    """Return the examples of a set, from the folder of all data, with a folder for each set; digits needs none.
+    """Return the examples of a set, from the folder of all data, with a folder for each set.
+
+    Digits needs none.
 
     Example:
         >>> from coterie.benchmark.sets import SETS

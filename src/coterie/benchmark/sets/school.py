@@ -24,6 +24,8 @@ def read(folder: Path) -> Population:
 
     cells = loadmat(folder / "school.mat")
     inputs, scores = cells["X"].ravel(), cells["Y"].ravel()
-    table = pd.DataFrame(np.concatenate(inputs)[:, :-1].astype(float)).rename(columns=lambda i: f"x{i}")
+    table = pd.DataFrame(np.concatenate(inputs)[:, :-1].astype(float)).rename(
+        columns=lambda i: f"x{i}"
+    )
     owners = np.repeat([f"school {k}" for k in range(len(inputs))], [len(cell) for cell in inputs])
     return Population(table, np.concatenate(scores).astype(float).ravel(), owners)

@@ -1,4 +1,7 @@
-"""Shakespeare by speaker: eight plays, a user a speaker, the next character to be told from those before it."""
+"""Shakespeare by speaker.
+
+Eight plays, a user a speaker, the next character to be told from those before it.
+"""
 
 import zipfile
 from pathlib import Path
@@ -11,7 +14,10 @@ from coterie.benchmark.population import Population
 from coterie.benchmark.sets.registry import register_set
 
 LENGTH = 10
-"""Characters in an example; examples do not overlap, so that none is in two parts of a user's data."""
+"""Characters in an example.
+
+Examples do not overlap, so that none is in two parts of a user's data.
+"""
 
 ALPHABET = "\n !',-.:;?abcdefghijklmnopqrstuvwxyz"
 """The characters told apart: capitals count as small, any other as a blank."""
@@ -36,10 +42,14 @@ def read(folder: Path) -> Population:
         codes = np.array([number.get(character, number[" "]) for character in text.lower()])
         n = (len(codes) - 1) // LENGTH
         starts = LENGTH * np.arange(n)[:, None]
-        examples.append(codes[starts + np.arange(LENGTH + 1)] if n else np.empty((0, LENGTH + 1), np.int64))
+        examples.append(
+            codes[starts + np.arange(LENGTH + 1)] if n else np.empty((0, LENGTH + 1), np.int64)
+        )
         owners += [speaker] * n
     whole = np.concatenate(examples)
-    return Population(torch.from_numpy(whole[:, :-1].copy()), whole[:, 1:], np.array(owners), len(ALPHABET))
+    return Population(
+        torch.from_numpy(whole[:, :-1].copy()), whole[:, 1:], np.array(owners), len(ALPHABET)
+    )
 
 
 def speeches(path: Path) -> dict[str, str]:

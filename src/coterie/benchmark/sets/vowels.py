@@ -13,10 +13,15 @@ from coterie.benchmark.sets.registry import register_set
     most_peers=14,
     folder="vowel_deterding",
     files=("vowel-context.data",),
-    source="the UCI Machine Learning Repository, Connectionist Bench (Vowel Recognition, Deterding)",
+    source=(
+        "the UCI Machine Learning Repository, Connectionist Bench (Vowel Recognition, Deterding)"
+    ),
 )
 def read(folder: Path) -> Population:
-    """Read `vowel-context.data`: a flag, the speaker, the sex, ten features and the class, between blanks."""
+    """Read `vowel-context.data`.
+
+    A flag, the speaker, the sex, ten features and the class, between blanks.
+    """
     import pandas as pd
 
     features = [f"x{i}" for i in range(10)]

@@ -18,10 +18,12 @@ ACTIVITIES = ("Walking", "Jogging", "Sitting", "Standing", "Upstairs", "Downstai
     source="the WISDM Lab of Fordham University, Activity Prediction v1.1, transformed",
 )
 def read(folder: Path) -> Population:
-    """Read `WISDM_ar_v1.1_transformed.arff`: number, user, 43 features and the activity; `?` is missing.
+    """Read `WISDM_ar_v1.1_transformed.arff`.
 
-    Its header leaves the values of two columns out, so that readers of ARFF refuse it; what follows `@data` is
-    plain CSV.
+    Number, user, 43 features and the activity; `?` is missing.
+
+    Its header leaves the values of two columns out, so that readers of ARFF refuse it; what follows
+    `@data` is plain CSV.
     """
     import pandas as pd
 
@@ -37,4 +39,6 @@ def read(folder: Path) -> Population:
     table = table.sort_values("user", kind="stable", ignore_index=True)
     targets = table["class"].map({activity: i for i, activity in enumerate(ACTIVITIES)}).to_numpy()
     owners = ("person " + table["user"].astype(str)).to_numpy(dtype=str)
-    return Population(table.drop(columns=["UNIQUE_ID", "user", "class"]), targets, owners, len(ACTIVITIES))
+    return Population(
+        table.drop(columns=["UNIQUE_ID", "user", "class"]), targets, owners, len(ACTIVITIES)
+    )

@@ -1,4 +1,7 @@
-"""The account of adaptive averaging: who was listened to, when it stopped, and what may be said of it."""
+"""The account of adaptive averaging.
+
+Who was listened to, when it stopped, and what may be said of it.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +15,10 @@ from coterie.choosing.adaptive.weights import Array
 from coterie.recording.configuration import counted
 
 FEWEST = 6
-"""With fewer own examples no loss by cross-validation is told: the error of so few numbers says nothing."""
+"""With fewer own examples no loss by cross-validation is told.
+
+The error of so few numbers says nothing.
+"""
 
 
 def account_of(
@@ -61,8 +67,13 @@ def account_of(
     return account | {"sentence": sentence(account, looks.held_out, overruled=overruled)}
 
 
-def stop_of(path: Candidate, frequencies: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    """Return when the stop came: the mean step of what is served, and between which steps nine tenths of it lie."""
+def stop_of(
+    path: Candidate, frequencies: np.ndarray[Any, np.dtype[np.float64]]
+) -> dict[str, float]:
+    """Return when the stop came.
+
+    The mean step of what is served, and between which steps nine tenths of it lie.
+    """
     steps, shares = np.array(path.steps), np.cumsum(frequencies)
     first, last = (int(steps[np.searchsorted(shares, level - 1e-9)]) for level in (0.05, 0.95))
     return {"mean": float(frequencies @ steps), "first": first, "last": last}
@@ -71,9 +82,9 @@ def stop_of(path: Candidate, frequencies: np.ndarray[Any, np.dtype[np.float64]])
 def compared(served: Array, alone: Array, n_own: int, *, nested: bool) -> dict[str, float]:
     """Return what may be said of the difference to Alone, from losses as `Resampled.told` gives them.
 
-    With validation examples it is the paired difference on those. Without, the two losses by cross-validation;
-    their difference overstates, since Alone suffers most from the examples that its blind copies lack. With one
-    trunk, or fewer own examples than `FEWEST`, nothing.
+    With validation examples it is the paired difference on those. Without, the two losses by
+    cross-validation; their difference overstates, since Alone suffers most from the examples that
+    its blind copies lack. With one trunk, or fewer own examples than `FEWEST`, nothing.
     """
     if len(served) > n_own + 1:
         change = served[n_own:] - alone[n_own:]
@@ -94,18 +105,23 @@ def compared(served: Array, alone: Array, n_own: int, *, nested: bool) -> dict[s
 def sentence(account: Mapping[str, Any], examples: int, *, overruled: bool = False) -> str:
     """Say in a sentence what is served and what speaks for it, and no more than is known."""
     if account["path"] == "alone":
-        return f"the model trained alone is served: {_why_alone(account, examples, overruled=overruled)}"
+        return (
+            "the model trained alone is served:"
+            f" {_why_alone(account, examples, overruled=overruled)}"
+        )
     first, last = (account.get("stop", {}).get(end) for end in ("first", "last"))
     when = f"step {first}" if first == last else f"steps {first} to {last}"
     what = {
-        "branch": f"followed the peers, then the own examples more and more; what is served is of {when}",
+        "branch": (
+            f"followed the peers, then the own examples more and more; what is served is of {when}"
+        ),
         "pooled": f"followed the peers by their numbers of examples; what is served is of {when}",
     }[account["path"]]
     if "difference" in account:
         return (
-            f"{what}. On {examples} validation examples: loss {account['validation_loss']:.4g}, "
-            f"{account['difference']:+.3g} ± {account['error']:.2g} against Alone, corrected for having "
-            "been chosen"
+            f"{what}. On {examples} validation examples: loss {account['validation_loss']:.4g},"
+            f" {account['difference']:+.3g} ± {account['error']:.2g} against Alone, corrected for"
+            " having been chosen"
         )
     if "crossed_loss" not in account:
         return what
@@ -114,7 +130,8 @@ def sentence(account: Mapping[str, Any], examples: int, *, overruled: bool = Fal
     if alone < ours:  # it was chosen before the correction, or by another measure
         by = account["chosen_by"]
         beside = (
-            f"Alone's is {alone:.4g}, but {'before that correction' if by == 'loss' else f'in {by}'} it was behind"
+            f"Alone's is {alone:.4g}, but"
+            f" {'before that correction' if by == 'loss' else f'in {by}'} it was behind"
         )
     return (
         f"{what}. By cross-validation, corrected for having been chosen: loss {ours:.4g} ± "

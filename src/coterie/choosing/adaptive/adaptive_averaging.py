@@ -1,4 +1,7 @@
-"""Adaptive averaging: whom to listen to, and until when, found from user 0's own examples while it trains."""
+"""Adaptive averaging.
+
+Whom to listen to, and until when, found from user 0's own examples while it trains.
+"""
 
 import time
 from collections.abc import Mapping
@@ -38,7 +41,10 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """What it takes of the peers, in runs: trunks and pooled, branch and pooled, each for half of the steps."""
+        """What it takes of the peers, in runs.
+
+        Trunks and pooled, branch and pooled, each for half of the steps.
+        """
         return ((self.folds if self.nested else 1) + 1) / 2 + (self.folds + 2) / 2
 
 
@@ -58,8 +64,9 @@ class Expected:
     def __str__(self) -> str:
         ratio = self.seconds / max(self.averaging_seconds, 1e-9)
         return (
-            f"about {self.seconds:.3g} s, {ratio:.2g} times the {self.averaging_seconds:.3g} s of averaging "
-            f"({self.runs:g} runs of the peers' gradients and {self.own_runs:g} of the own)"
+            f"about {self.seconds:.3g} s, {ratio:.2g} times the {self.averaging_seconds:.3g} s of"
+            f" averaging ({self.runs:g} runs of the peers' gradients and {self.own_runs:g} of the"
+            " own)"
         )
 
 
@@ -67,19 +74,21 @@ class Expected:
 class AdaptiveAveraging:
     """Find out while training whom to listen to and until when: no knob has to be set.
 
-    In the first half of the steps models follow the peers only. User 0's examples judge them there: the weights are
-    those whose combination of the peers' gradients comes nearest to user 0's own. In the second half copies step by
+    In the first half of the steps models follow the peers only. User 0's examples judge them there:
+    the weights are those whose combination of the peers' gradients comes nearest to user 0's own.
+    In the second half copies step by
 
         d_t = (1 − α_t) g_0 + α_t Σ τ_k g_k,   α_t falling from .9 to .01
 
-    and copies that are blind to a fold of the own examples tell by their losses on it when following the peers was
-    best; so it is found out for training alone, which is served where it is not worse. See docs/adaptive.md.
-    Where user 0 has a stream of fresh samples (`User.stream`), `StreamAveraging` serves: nothing is held out.
+    and copies that are blind to a fold of the own examples tell by their losses on it when
+    following the peers was best; so it is found out for training alone, which is served where it is
+    not worse. See docs/adaptive.md. Where user 0 has a stream of fresh samples (`User.stream`),
+    `StreamAveraging` serves: nothing is held out.
 
     Args:
-        budget: what the run may cost of the peers' gradients, in runs; at least 3, and 4.5 when None. With less
-            than that there is one trunk, and no loss by cross-validation is claimed. Streams cost one run, which is
-            within every budget.
+        budget: what the run may cost of the peers' gradients, in runs; at least 3, and 4.5 when
+            None. With less than that there is one trunk, and no loss by cross-validation is
+            claimed. Streams cost one run, which is within every budget.
 
     Example:
         >>> import torch, coterie
@@ -100,9 +109,9 @@ class AdaptiveAveraging:
 
     def __post_init__(self) -> None:
         least = PLANS[-1].cost
-        optional(real(f"be a finite number of runs, at least {least:g}", lambda runs: runs >= least))(
-            "budget", self.budget
-        )
+        optional(
+            real(f"be a finite number of runs, at least {least:g}", lambda runs: runs >= least)
+        )("budget", self.budget)
 
     @property
     def plan(self) -> Plan:
@@ -112,11 +121,20 @@ class AdaptiveAveraging:
     def cost_in_words(self) -> str:
         """Return in a line what this asks of the peers, and how to lower it."""
         cheaper = [plan.cost for plan in PLANS if plan.cost < self.plan.cost]
-        lower = f"; `AdaptiveAveraging(budget={min(cheaper):g})` asks for {min(cheaper):g}" if cheaper else ""
-        return f"adaptive averaging asks the peers for {self.plan.cost:g} times the gradients of one run{lower}"
+        lower = (
+            f"; `AdaptiveAveraging(budget={min(cheaper):g})` asks for {min(cheaper):g}"
+            if cheaper
+            else ""
+        )
+        return (
+            f"adaptive averaging asks the peers for {self.plan.cost:g} times the gradients of one"
+            f" run{lower}"
+        )
 
     def expected_cost(self, spec: RunSpec) -> Expected:
-        """Return what a run by this rule will cost, without running it: passes of two steps are timed.
+        """Return what a run by this rule will cost, without running it.
+
+        Passes of two steps are timed.
 
         Example:
             >>> import torch, coterie
@@ -133,13 +151,15 @@ class AdaptiveAveraging:
         own, whole = (_seconds(engine, x, asked) for asked in ({}, weights))
         averaging = spec.steps * whole
         if self.instead(spec) is not None:
-            runs = float(spec.me.is_stream)  # `StreamAveraging` asks everybody once a step, `Alone` nobody
+            # `StreamAveraging` asks everybody once a step, `Alone` nobody
+            runs = float(spec.me.is_stream)
             return Expected(runs, 1.0, averaging if runs else spec.steps * own, averaging)
         plan = replace(self.plan, folds=self._n_folds(spec))
         folds, runs = plan.folds, plan.cost
         own_runs = 1.5 * (folds + 1)  # Alone's copies in all steps, the branch's in half of them
         judging = len(spec.me) + (0 if spec.me.validation is None else len(spec.me.validation))
-        looks = LOOKS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3  # forward passes only
+        # forward passes only
+        looks = LOOKS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3
         seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + looks * own
         return Expected(runs, own_runs, seconds, averaging)
 
@@ -154,7 +174,9 @@ class AdaptiveAveraging:
         if spec.me.is_stream:
             account = {
                 "regime": "stream: weights from the bias Gram matrix, anew as the run goes",
-                "sentence": "peers are weighed as the run goes, by the bias that fresh samples show",
+                "sentence": (
+                    "peers are weighed as the run goes, by the bias that fresh samples show"
+                ),
             }
             return Choice(StreamAveraging(spec.steps), account)
         if len(spec.me) < 2:
@@ -163,23 +185,35 @@ class AdaptiveAveraging:
         return None
 
     def learner(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool, forward_options: ForwardOptions
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        guarded: bool,
+        forward_options: ForwardOptions,
     ) -> AdaptiveLearner:
         """Return the learner of a run that is prepared."""
         folds, parts = self.parts(spec)
         try:
-            me = OwnUser(spec.model, spec.loss, spec.me, spec.batch_size, spec.seed, forward_options)
+            me = OwnUser(
+                spec.model, spec.loss, spec.me, spec.batch_size, spec.seed, forward_options
+            )
             points = asking(engine, me, parts)
         except ModelError as error:  # with all examples it was tried before
             raise ModelError(
-                f"{error}. Adaptive averaging trains on parts of the {len(spec.me)} own examples too, the least of "
-                f"{int(parts.sum(1).min())}; give more own examples, or a rule such as `Alone()`"
+                f"{error}. Adaptive averaging trains on parts of the {len(spec.me)} own examples"
+                f" too, the least of {int(parts.sum(1).min())}; give more own examples, or a rule"
+                " such as `Alone()`"
             ) from error
         looks = HeldOutEvaluations(spec, points, folds, nested=self.plan.nested)
         return AdaptiveLearner(spec, engine, costs, looks, guarded=guarded)
 
     def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
-        """Return the fold of each own example, (n,), and which examples copies see, (P, n): all, all but each."""
+        """Return the fold of each own example, (n,), and which examples copies see, (P, n).
+
+        All, all but each.
+        """
         folds = split(spec.me, self._n_folds(spec), spec.seed)
         blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
         return folds, torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
@@ -191,12 +225,16 @@ class AdaptiveAveraging:
     def block(self, learner: Learner) -> Block | str:
         """Return the steps of such a learner as a block, or why they cannot be taken so."""
         if not isinstance(learner, AdaptiveLearner):
-            raise TypeError(f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}")
+            raise TypeError(
+                f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}"
+            )
         if learner.exchange_every > 1:
             return "not all steps are alike with `exchange_every`"
         if not isinstance(learner.points, StackedGradients):
             return "gradients at several points are computed one after the other"
-        return why_not_capturable(learner.optimizer) or StackBlock(RepeatedSteps(learner, learner.points))
+        return why_not_capturable(learner.optimizer) or StackBlock(
+            RepeatedSteps(learner, learner.points)
+        )
 
 
 def _seconds(engine: Engine, x: Tensor, weights: Mapping[str, float]) -> float:

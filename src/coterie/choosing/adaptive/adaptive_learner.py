@@ -1,21 +1,25 @@
 """Trunk and branch: the learner behind `AdaptiveAveraging`. See docs/adaptive.md.
 
-    trunk    first half: F models follow the peers only; user 0's examples, which they do not see, say whom to
-             follow. Trunk q is judged without fold q. A gradient far longer than the others' is not heard
+    trunk    first half: F models follow the peers only; user 0's examples, which they do not see,
+    say whom to
+             follow. Trunk q is judged without fold q. A gradient far longer than the others' is not
+             heard
     pooled   all steps: one more follows the peers by numbers of examples
-    branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α falling; F of
-             them are blind to one fold each, and their losses there say when to stop. A sum of the peers that is
-             longer than they sent while they were judged is not heard
+    branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α
+    falling; F of
+             them are blind to one fold each, and their losses there say when to stop. A sum of the
+             peers that is longer than they sent while they were judged is not heard
     alone    all steps: F + 1 copies ask no peer
 
-With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the steps between,
-what they last said is followed.
+With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the
+steps between, what they last said is followed.
 
-What is served is the mean of one path's points at its looks, by how often each look is the best under resampling.
+What is served is the mean of one path's points at its looks, by how often each look is the best
+under resampling.
 
-This file takes the steps of all copies, in order. `schedule` says at which step what is done, `whom` and
-`peer_weights` whom each copy follows, `trunk` and `branch` the direction of a step, `looks` and `when` what is
-served, `account` what is told of it.
+This file takes the steps of all copies, in order. `schedule` says at which step what is done,
+`whom` and `peer_weights` whom each copy follows, `trunk` and `branch` the direction of a step,
+`looks` and `when` what is served, `account` what is told of it.
 """
 
 import math
@@ -30,7 +34,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.account import account_of
-from coterie.choosing.adaptive.directions import FixedWeights, PeerSums, WithoutOutliers, followed, mixed, peer_sums
+from coterie.choosing.adaptive.directions import (
+    FixedWeights,
+    PeerSums,
+    WithoutOutliers,
+    followed,
+    mixed,
+    peer_sums,
+)
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
@@ -53,30 +64,45 @@ class AdaptiveLearner(Learner):
     """
 
     def __init__(
-        self, spec: RunSpec, engine: Engine, costs: Costs, looks: HeldOutEvaluations, *, guarded: bool
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        looks: HeldOutEvaluations,
+        *,
+        guarded: bool,
     ) -> None:
         super().__init__(spec, engine, costs)
         self.looks, self.guarded = looks, guarded
         self.points, self.nested = looks.points, looks.nested
-        self.n_folds = int(looks.folds.max()) + 1  # the parts of `points`: all own examples, then all but each fold
-        self.n_trunks = self.n_folds if self.nested else 1  # one for each fold, judged without it; or one for all
+        # the parts of `points`: all own examples, then all but each fold
+        self.n_folds = int(looks.folds.max()) + 1
+        # one for each fold, judged without it; or one for all
+        self.n_trunks = self.n_folds if self.nested else 1
         self.schedule = Schedule.of(spec.steps)
-        self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds, nested=self.nested)
+        self.peer_weights = PeerWeights(
+            engine, self.schedule, self.points.d, self.n_folds, nested=self.nested
+        )
         start, d = self.points.start(), self.points.d
         self.alone = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
         self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
         stacks = {"alone": self.alone, "peers": self.peers}
-        self.buffers = {name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()}
+        self.buffers = {
+            name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()
+        }
         self.trunk_weights = self._tensor(self.peer_weights.of_trunks())
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
-        self.longest = self.x.new_zeros(len(self.peers.x))  # how long what peers send to the trunks may be
+        # how long what peers send to the trunks may be
+        self.longest = self.x.new_zeros(len(self.peers.x))
         self._second_half: FixedWeights | None = None
         self._nobody = self.trunk_weights[:0]
         self._asks = True  # in the last step; else it used what the peers said before
-        self._gave = np.ones(len(engine.names), bool)  # which peers gave in the last step; by point if not alike
-        self._pooled = self.peer_weights.by_size  # by which pooled was asked for in the last step that judged
+        # which peers gave in the last step; by point if not alike
+        self._gave = np.ones(len(engine.names), bool)
+        # by which pooled was asked for in the last step that judged
+        self._pooled = self.peer_weights.by_size
 
     @property
     def followed(self) -> Any:
@@ -89,10 +115,17 @@ class AdaptiveLearner(Learner):
         return self.schedule.half
 
     def question(self) -> Question:
-        """Return what the next step asks: the peers at their models, user 0 where copies need its gradient."""
+        """Return what the next step asks.
+
+        The peers at their models, user 0 where copies need its gradient.
+        """
         if self.looks.chosen is None:
             self._look()
-        points, first_phase, judges = self._points("peers"), self.step < self.half, self.schedule.judges(self.step)
+        points, first_phase, judges = (
+            self._points("peers"),
+            self.step < self.half,
+            self.schedule.judges(self.step),
+        )
         weights = self.trunk_weights if first_phase else self.second_half().weights
         own, parts = [self._points("alone")], [*range(self.n_folds + 1)]
         carried = self.buffers["peers"].shape[1] > 0
@@ -132,7 +165,9 @@ class AdaptiveLearner(Learner):
         self.peer_weights.fit(near)
         self._weigh()
         self.grams += 1
-        self.costs.compute([self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks)
+        self.costs.compute(
+            [self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks
+        )
         if self.sketch:
             self.costs.exchange(self.engine.names, down=0, up=self.n_trunks * self.sketch)
         self._take(replace(answers, left_out=near.left_out), sums)
@@ -159,7 +194,10 @@ class AdaptiveLearner(Learner):
         self.advanced(1)
 
     def direct(self, own: Tensor, peers: PeerSums, alpha: float | Tensor) -> None:
-        """Write the directions of all copies: the trunks' follow the peers, the branch's mix them with `own`."""
+        """Write the directions of all copies.
+
+        The trunks' follow the peers, the branch's mix them with `own`.
+        """
         copies = self.n_folds + 1
         self.alone.direction.copy_(own[:copies])
         if self.step < self.half:
@@ -169,7 +207,10 @@ class AdaptiveLearner(Learner):
             self.unheard += ~mixed(ours, peers, longest, alpha, out=self.peers.direction)[:1]
 
     def second_half(self) -> FixedWeights:
-        """Return the peers' weights in the second half, and how long their sums may be; fixed at the fork."""
+        """Return the peers' weights in the second half, and how long their sums may be.
+
+        Fixed at the fork.
+        """
         if self._second_half is None:
             arrays = self.peer_weights.of_branch()
             longest = np.array(arrays) @ self.peer_weights.bounds()
@@ -186,11 +227,17 @@ class AdaptiveLearner(Learner):
             self.heard = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
 
     def advanced(self, n: int) -> None:
-        """Count steps of one kind that were taken; fork the trunk at its end, and look where it is time."""
+        """Count steps of one kind that were taken.
+
+        Fork the trunk at its end, and look where it is time.
+        """
         branch = self.step >= self.half
         self._count(n)
         self.step += n
-        self.state = {"step": self.step, "weight": self.schedule.alpha(self.step - 1) if branch else 1.0}
+        self.state = {
+            "step": self.step,
+            "weight": self.schedule.alpha(self.step - 1) if branch else 1.0,
+        }
         if self.step == self.half:
             self._fork()
         if self.schedule.looks(self.step):
@@ -201,20 +248,32 @@ class AdaptiveLearner(Learner):
         return 0 if not self.step or self.looks.chosen is None else self.schedule.alike(self.step)
 
     def _fork(self) -> None:
-        """Begin the branch from the trunk of the lower loss on examples that did not steer it; pooled goes on."""
+        """Begin the branch from the trunk of the lower loss on examples that did not steer it.
+
+        Pooled goes on.
+        """
         trunks, copies = self.n_trunks, self.n_folds + 1
         ends = self.points.losses(self._points("peers"), self.spec.me.examples)
         fitted = self.looks.crossed(ends[:trunks]) if self.nested else ends[0]
-        ours, theirs = (losses.mean().nan_to_num(math.inf, math.inf) for losses in (fitted, ends[trunks]))
-        better = "fitted" if bool(ours <= theirs) else "pooled"  # no loss is worse than one that is no number
+        ours, theirs = (
+            losses.mean().nan_to_num(math.inf, math.inf) for losses in (fitted, ends[trunks])
+        )
+        # no loss is worse than one that is no number
+        better = "fitted" if bool(ours <= theirs) else "pooled"
         origins = [[trunks]] * copies
         if better == "fitted":
-            origins = [list(range(trunks)), *([q] for q in range(trunks))] if self.nested else [[0]] * copies
+            origins = (
+                [list(range(trunks)), *([q] for q in range(trunks))]
+                if self.nested
+                else [[0]] * copies
+            )
         origins = [*origins, [trunks]]
         if self.peer_weights.fork(better):  # else nobody was followed, and Alone is served
             self.looks.paths |= {"branch": Candidate(), "pooled": Candidate()}
         self.peers, self.heard = self.peers.forked(origins), None
-        self.buffers["peers"] = torch.stack([self.buffers["peers"][rows].mean(0) for rows in origins])
+        self.buffers["peers"] = torch.stack(
+            [self.buffers["peers"][rows].mean(0) for rows in origins]
+        )
 
     def _look(self) -> None:
         """Look at all paths that have begun."""
@@ -232,7 +291,10 @@ class AdaptiveLearner(Learner):
                 stack.set_rates(self.optimizer)
 
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model to serve; under a guard the one trained alone where its validation loss is lower."""
+        """Return the model to serve.
+
+        Under a guard the one trained alone where its validation loss is lower.
+        """
         return self.looks.guarded() if self.guarded else (copied(self.model), {}, None)
 
     def trained_alone(self) -> nn.Module | None:
@@ -240,7 +302,10 @@ class AdaptiveLearner(Learner):
         return self.looks.alone()
 
     def tau(self) -> Mapping[str, float]:
-        """Return the peers' weights in the path that would be served now; nothing where that is Alone."""
+        """Return the peers' weights in the path that would be served now.
+
+        Nothing where that is Alone.
+        """
         return {} if self.looks.chosen is None else self.peer_weights.served(self.looks.chosen.path)
 
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
@@ -254,7 +319,9 @@ class AdaptiveLearner(Learner):
         }
         judged = self.schedule.judged(self.step)
         overruled = self.guarded and self.looks.overruled()
-        return account_of(self.looks, self.peer_weights, judged, int(self.unheard), cost, overruled=overruled)
+        return account_of(
+            self.looks, self.peer_weights, judged, int(self.unheard), cost, overruled=overruled
+        )
 
     def _judging(self) -> list[int]:
         """Return the part of the own examples that judges each trunk."""
@@ -281,14 +348,19 @@ class AdaptiveLearner(Learner):
             return
         for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
             self.gradients_asked += n * bool(row.any())
-            given = [name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes]
+            given = [
+                name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes
+            ]
             self.costs.compute(given, times=n)
             self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         return {
-            **{name: getattr(self, name) for name in ("step", "half", "state", "unheard", "longest")},
+            **{
+                name: getattr(self, name)
+                for name in ("step", "half", "state", "unheard", "longest")
+            },
             "buffers": list(self.buffers.values()),
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),

@@ -1,4 +1,7 @@
-"""The directions of a step: phase 1 follows the peers only, phase 2 mixes them with the own gradients."""
+"""The directions of a step.
+
+Phase 1 follows the peers only, phase 2 mixes them with the own gradients.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +18,8 @@ from coterie.engines.engine import Answers, PeerEvidence, combined
 
 FAR = 10.0
 """A gradient counts as missing where it is more than so many times as long as is usual (`PeerEvidence.lengths`), of
-all steps so far the largest. One step would not do: good peers' gradients may vanish while another's does not."""
+all steps so far the largest. One step would not do: good peers' gradients may vanish while
+another's does not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +33,9 @@ class WithoutOutliers:
     usual: float  # how long a gradient usually is
 
     @classmethod
-    def of(cls, answers: Answers, longest: Tensor, *, bounded: bool, names: Sequence[str]) -> "WithoutOutliers":
+    def of(
+        cls, answers: Answers, longest: Tensor, *, bounded: bool, names: Sequence[str]
+    ) -> "WithoutOutliers":
         """Leave out what is far longer than usual; nothing unless `bounded`.
 
         `longest` (R,) is how long gradients could be before.
@@ -37,7 +43,9 @@ class WithoutOutliers:
         if answers.judged is None:
             raise AssertionError("every peer was asked by itself")
         lengths, usual = answers.judged.lengths()
-        longest = torch.fmax(longest, FAR * usual) if bounded else torch.full_like(longest, math.inf)
+        longest = (
+            torch.fmax(longest, FAR * usual) if bounded else torch.full_like(longest, math.inf)
+        )
         far = lengths > longest.unsqueeze(1)
         outlier = far.any(0).cpu().numpy()
         why = f"more than {FAR:g} times as long as the median of all"
@@ -46,7 +54,10 @@ class WithoutOutliers:
         return cls(kept, {**out, **answers.left_out}, longest, outlier, float(usual.mean()))
 
     def sums(self, answers: Answers, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the peers' sums at all points, and the weight in each: without outliers where rows are at hand."""
+        """Return the peers' sums at all points, and the weight in each.
+
+        Without outliers where rows are at hand.
+        """
         asked, judged = len(weights), len(self.evidence.ours)
         sums, answered = peer_sums(answers, asked)
         if self.evidence.theirs.shape[2] < sums.shape[1]:  # sketches: the sums came by themselves
@@ -78,16 +89,22 @@ class FixedWeights(NamedTuple):
 
 
 def followed(peers: PeerSums, longest: Tensor, out: Tensor) -> None:
-    """Write the directions of models (…, R, d): the peers' sums, or nothing where they are far too long."""
+    """Write the directions of models (…, R, d).
+
+    The peers' sums, or nothing where they are far too long.
+    """
     answered = peers.answered.clamp(min=1e-12)
     near = peers.sums.norm(dim=-1) <= longest * answered
     torch.div(peers.sums, _divisors(answered, near), out=out)
 
 
-def mixed(ours: Tensor, peers: PeerSums, longest: Tensor, alpha: float | Tensor, out: Tensor) -> Tensor:
+def mixed(
+    ours: Tensor, peers: PeerSums, longest: Tensor, alpha: float | Tensor, out: Tensor
+) -> Tensor:
     """Write the directions of the copies that have own gradients `ours` (…, R − 1, d), and of the pooled model.
 
-    Return which of the peers' sums, (…, R), are accepted: no more came than they sent while they were judged.
+    Return which of the peers' sums, (…, R), are accepted: no more came than they sent while they
+    were judged.
     """
     copies, sums = ours.shape[-2], peers.sums
     accepted: Tensor = sums.norm(dim=-1) <= longest

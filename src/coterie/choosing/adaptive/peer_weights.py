@@ -1,4 +1,7 @@
-"""The peers' weights at all copies of a run: fitted in the trunks, by numbers of examples in pooled."""
+"""The peers' weights at all copies of a run.
+
+Fitted in the trunks, by numbers of examples in pooled.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +16,12 @@ from coterie.engines.engine import Engine
 
 
 class PeerWeights:
-    """Whom each copy follows: every trunk its fitted weights, pooled the peers' shares of all examples.
+    """Whom each copy follows.
 
-    The branch follows what its trunk found, the mean over the last third, or goes on as pooled; see `fork`.
+    Every trunk its fitted weights, pooled the peers' shares of all examples.
+
+    The branch follows what its trunk found, the mean over the last third, or goes on as pooled; see
+    `fork`.
 
     Args:
         engine: which tells numbers of examples, and the noise that private peers add.
@@ -25,17 +31,30 @@ class PeerWeights:
         nested: whether there is a trunk for each fold; else one.
     """
 
-    def __init__(self, engine: Engine, schedule: Schedule, d: int, n_folds: int, *, nested: bool) -> None:
-        self.engine, self.steps, self.d, self.n_folds, self.nested = engine, schedule.steps, d, n_folds, nested
-        self.fitted = [FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds if nested else 1)]
+    def __init__(
+        self, engine: Engine, schedule: Schedule, d: int, n_folds: int, *, nested: bool
+    ) -> None:
+        self.engine, self.steps, self.d, self.n_folds, self.nested = (
+            engine,
+            schedule.steps,
+            d,
+            n_folds,
+            nested,
+        )
+        self.fitted = [
+            FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds if nested else 1)
+        ]
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
-        self.trunk = "fitted"  # or "pooled": from which the branch began; "none" where there was nobody to follow
+        # or "pooled": from which the branch began; "none" where there was nobody to follow
+        self.trunk = "fitted"
 
     def fit(self, near: WithoutOutliers) -> None:
         """Fit the weights of the next steps."""
         added = added_noise(self.engine, self.d)
-        for fitted, theirs, ours in zip(self.fitted, near.evidence.theirs, near.evidence.ours, strict=True):
+        for fitted, theirs, ours in zip(
+            self.fitted, near.evidence.theirs, near.evidence.ours, strict=True
+        ):
             fitted.add(theirs, ours, added)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
@@ -43,10 +62,15 @@ class PeerWeights:
         self.by_size = shares(self.sizes, noise, without=near.outlier)
 
     def fork(self, trunk: str) -> bool:
-        """Begin the branch from a trunk, without peers that never answered; say whether any peer is left."""
+        """Begin the branch from a trunk, without peers that never answered.
+
+        Say whether any peer is left.
+        """
         judged = self.bounds() > 0
         self.trunk = trunk if judged.any() else "none"
-        if not self.by_size[judged].any():  # all who answered were far too long at the last Gram matrix
+        if not self.by_size[
+            judged
+        ].any():  # all who answered were far too long at the last Gram matrix
             self.by_size = shares(self.sizes)
         if judged.any():
             self.by_size = self.by_size * judged / self.by_size[judged].sum()
@@ -57,7 +81,10 @@ class PeerWeights:
         return [*(fitted.weights for fitted in self.fitted), self.by_size]
 
     def of_branch(self) -> list[Array]:
-        """Return the weights in each of the branch's copies, then in pooled; zeros where nobody can be followed."""
+        """Return the weights in each of the branch's copies, then in pooled.
+
+        Zeros where nobody can be followed.
+        """
         if self.trunk == "pooled":
             return [self.by_size] * (self.n_folds + 2)
         if self.trunk == "none":
@@ -74,7 +101,10 @@ class PeerWeights:
         return dict(zip(self.engine.names, weights.tolist(), strict=True))
 
     def bounds(self) -> Array:
-        """Return how long each peer's gradients were while it was judged; 0 for one that never answered."""
+        """Return how long each peer's gradients were while it was judged.
+
+        0 for one that never answered.
+        """
         return np.asarray(np.mean([fitted.bounds() for fitted in self.fitted], axis=0))
 
     def kappa(self) -> Array:

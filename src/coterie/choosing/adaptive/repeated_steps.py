@@ -11,7 +11,10 @@ from coterie.learners.stack import Stack
 
 
 class RepeatedSteps:
-    """The steps between two Gram matrices, looks or forks, which are the same work; see `learners.blocks`."""
+    """The steps between two Gram matrices, looks or forks, which are the same work.
+
+    See `learners.blocks`.
+    """
 
     def __init__(self, learner: AdaptiveLearner, points: StackedGradients) -> None:
         self.learner, self.points = learner, points
@@ -37,7 +40,10 @@ class RepeatedSteps:
 
     @property
     def held(self) -> tuple[Tensor, ...]:
-        """What a step reads and changes beside parameters: the peers' weights, how long sums may be, a count."""
+        """What a step reads and changes beside parameters.
+
+        The peers' weights, how long sums may be, a count.
+        """
         learner = self.learner
         if not self._in_branch:
             return learner.trunk_weights, learner.longest, learner.unheard

@@ -1,4 +1,7 @@
-"""What is done at which step of trunk and branch: judging, looks, the fork, and the peers' weight after it."""
+"""What is done at which step of trunk and branch.
+
+Judging, looks, the fork, and the peers' weight after it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -44,13 +47,17 @@ class Schedule:
         return list(range(0, min(steps, self.half), self.between_grams))
 
     def exchanges(self, every: int) -> int:
-        """Return in how many steps peers are asked: every so many, where they are judged, and at the fork.
+        """Return in how many steps peers are asked.
+
+        Every so many, where they are judged, and at the fork.
 
         Example:
             >>> Schedule.of(240).exchanges(8), Schedule.of(240).exchanges(1)
             (39, 240)
         """
-        return len({*range(0, self.steps, every), *self.judged(self.steps), min(self.half, self.steps - 1)})
+        return len(
+            {*range(0, self.steps, every), *self.judged(self.steps), min(self.half, self.steps - 1)}
+        )
 
     def looks(self, steps: int) -> bool:
         """Say whether there is a look after so many steps."""
@@ -62,7 +69,10 @@ class Schedule:
         return 1 / (1 + math.exp(-(FIRST + (LAST - FIRST) * min(1.0, done))))
 
     def alike(self, step: int) -> int:
-        """Return how many steps from this one on are the same work: to the next Gram matrix, look or fork."""
+        """Return how many steps from this one on are the same work.
+
+        To the next Gram matrix, look or fork.
+        """
         ends = [step - step % self.between_looks + self.between_looks, self.steps]
         if step < self.half:
             ends += [step + -step % self.between_grams, self.half]

@@ -1,4 +1,7 @@
-"""When to stop, and which path to serve: losses at looks, and how often each look is best under resampling."""
+"""When to stop, and which path to serve.
+
+Losses at looks, and how often each look is best under resampling.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +21,9 @@ HANDICAP = 0.5
 """With one trunk: how much better than pooled the branch must be, in paired standard errors, since the branch's
 weights were fitted to the examples that judge it."""
 WORST = 1e9
-"""What a loss that is not finite, or larger, counts as: such a look is never the best. It is in losses usual at the
+"""What a loss that is not finite, or larger, counts as.
+
+Such a look is never the best. It is in losses usual at the
 start, where those are above 1: squares of large numbers are large."""
 
 
@@ -26,9 +31,10 @@ start, where those are above 1: squares of large numbers are large."""
 class Candidate:
     """One path: the points of the copy that sees all examples, and losses of examples that the judged copy has not.
 
-    Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each validation
-    example; looks and paths are chosen by them. A blind copy has had fewer examples than the one that sees all: see
-    `HeldOutEvaluations.corrected` for what is told. The losses of the copy that sees all are kept, too.
+    Losses, of shape (n + v,), are of each own example by the copy that is blind to it, then of each
+    validation example; looks and paths are chosen by them. A blind copy has had fewer examples than
+    the one that sees all: see `HeldOutEvaluations.corrected` for what is told. The losses of the
+    copy that sees all are kept, too.
     """
 
     steps: list[int] = field(default_factory=list)  # of the looks
@@ -37,7 +43,9 @@ class Candidate:
     corrected: list[Tensor] = field(default_factory=list)
     full: list[Tensor] = field(default_factory=list)
 
-    def add(self, step: int, point: Tensor, losses: Tensor, corrected: Tensor, full: Tensor) -> None:
+    def add(
+        self, step: int, point: Tensor, losses: Tensor, corrected: Tensor, full: Tensor
+    ) -> None:
         """Add a look."""
         self.steps.append(step)
         self.points.append(point.clone())
@@ -45,7 +53,9 @@ class Candidate:
         self.corrected.append(corrected)
         self.full.append(full)
 
-    def table(self, kind: Literal["losses", "corrected", "full"] = "losses", worst: float = WORST) -> Array:
+    def table(
+        self, kind: Literal["losses", "corrected", "full"] = "losses", worst: float = WORST
+    ) -> Array:
         """Return losses of all looks, of shape (looks, n + v), none above the worst."""
         losses = torch.stack(getattr(self, kind)).double()
         return np.asarray(losses.nan_to_num(worst, worst, worst).clamp(max=worst).numpy())
@@ -65,15 +75,16 @@ class Chosen:
 
     path: str
     frequencies: Mapping[str, Array]  # of each path's looks
-    without: Mapping[str, Array]  # the same without the examples of each fold, of shape (folds, looks)
+    # the same without the examples of each fold, of shape (folds, looks)
+    without: Mapping[str, Array]
     by_example: NDArray[np.str_]  # the path that would be served without each example, (n + v,)
 
 
 class Resampled:
     """Bootstrap resamples of examples, each of which lies in a fold, drawn once.
 
-    `distance` makes of losses that by which looks and paths are chosen; what is told of them are the losses. A loss
-    that is not finite is the worst there too.
+    `distance` makes of losses that by which looks and paths are chosen; what is told of them are
+    the losses. A loss that is not finite is the worst there too.
     """
 
     def __init__(
@@ -93,14 +104,19 @@ class Resampled:
     def choose(self, paths: Mapping[str, Candidate], *, nested: bool) -> Chosen:
         """Choose a path, and the frequencies of its looks.
 
-        Paths are compared by each example's distance with frequencies made without its fold. `nested`: the
-        branch's weights were fitted without the examples that judge it.
+        Paths are compared by each example's distance with frequencies made without its fold.
+        `nested`: the branch's weights were fitted without the examples that judge it.
         """
         worst = worst_loss(paths)
         losses = {name: path.table(worst=worst) for name, path in paths.items()}
-        tables = {name: np.where(each < worst, self.distance(each), worst) for name, each in losses.items()}
+        tables = {
+            name: np.where(each < worst, self.distance(each), worst)
+            for name, each in losses.items()
+        }
         folds = range(self.count)
-        without = {name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()}
+        without = {
+            name: np.stack([self.frequencies(t, q) for q in folds]) for name, t in tables.items()
+        }
         scores = {name: self._own_fold(without[name] @ tables[name]) for name in paths}
         frequencies = {name: self.frequencies(table) for name, table in tables.items()}
         return Chosen(best_path(scores, nested), frequencies, without, best_paths(scores, nested))
@@ -110,9 +126,10 @@ class Resampled:
     ) -> tuple[Array, Array]:
         """Return each example's loss, (n + v,), under what is served and under Alone, corrected for the choice.
 
-        Evaluations are chosen without the example's fold, the path without the example: one chosen without the
-        whole fold is often a worse one. What is served is a mean of points; its loss is lower than the mean of
-        theirs. By how much is seen from the copy that sees all examples, by `losses_at` its mean point.
+        Evaluations are chosen without the example's fold, the path without the example: one chosen
+        without the whole fold is often a worse one. What is served is a mean of points; its loss is
+        lower than the mean of theirs. By how much is seen from the copy that sees all examples, by
+        `losses_at` its mean point.
         """
         worst = worst_loss(paths)
 
@@ -135,20 +152,27 @@ class Resampled:
 
 
 def hellinger(losses: Array) -> Array:
-    """Return 1 − √p of losses −log p: the squared Hellinger distance from a prediction to what was true.
+    """Return 1 − √p of losses −log p.
 
-    It is at most 1. The loss has no bound: the longer a network is trained, the surer it becomes also where it is
-    wrong, and a few such examples would stop it long before it makes the fewest mistakes.
+    The squared Hellinger distance from a prediction to what was true.
+
+    It is at most 1. The loss has no bound: the longer a network is trained, the surer it becomes
+    also where it is wrong, and a few such examples would stop it long before it makes the fewest
+    mistakes.
 
     Example:
         >>> hellinger(np.array([0.0, 2 * np.log(2), np.log(100), 1e9])).round(2).tolist()
         [0.0, 0.5, 0.9, 1.0]
     """
-    return np.asarray(-np.expm1(-0.5 * np.maximum(losses, -100.0)))  # finite where a loss is no −log p, and below 0
+    # finite where a loss is no −log p, and below 0
+    return np.asarray(-np.expm1(-0.5 * np.maximum(losses, -100.0)))
 
 
 def worst_loss(paths: Mapping[str, Candidate]) -> float:
-    """Return what losses count as at most: `WORST` losses that are usual at the start, from which all paths go."""
+    """Return what losses count as at most.
+
+    `WORST` losses that are usual at the start, from which all paths go.
+    """
     start = paths["alone"].losses[0].double()
     usual = float(start[start.isfinite()].median()) if bool(start.isfinite().any()) else 1.0
     return WORST * max(1.0, usual)
@@ -182,7 +206,9 @@ def standard_error(values: Sequence[float] | Array) -> float:
 
 
 def skewed_error(values: Array) -> float:
-    """Return the standard error of a mean of losses, few of which are large: half of what covers 95 % of resamples.
+    """Return the standard error of a mean of losses, few of which are large.
+
+    Half of what covers 95 % of resamples.
 
     Example:
         >>> skewed_error(np.array([0.0, 0.1, 0.0, 0.1, 0.0, 3.0])) > standard_error([0.0, 0.1, 0.0, 0.1, 0.0, 3.0])

@@ -16,10 +16,14 @@ Array: TypeAlias = NDArray[np.float64]
 GRAM_MEMORY = 50
 """How many Gram matrices the running mean goes back over; before that it is the mean of all."""
 SHRINKAGE = 0.1
-"""How far the Gram matrix is drawn towards its diagonal. The noise of o is in all its entries; left on the diagonal
+"""How far the Gram matrix is drawn towards its diagonal.
+
+The noise of o is in all its entries; left on the diagonal
 alone, a part of it makes peers that differ by less than the own examples can show share the weight."""
 MIN_SHARE = 0.25
-"""Peers with less than this share of an equal weight get none. A network that can fit everything fits wrong labels
+"""Peers with less than this share of an equal weight get none.
+
+A network that can fit everything fits wrong labels
 too, however small their weight: only zero keeps them out."""
 
 COLUMNS = {"cpu": 2**15}
@@ -32,11 +36,13 @@ class FittedWeights:
 
         L = (0, g_1, …, g_N) − 1oᵀ,   H = running mean of LLᵀ,   κ = argmin over the simplex of κᵀHκ
 
-    o is user 0's gradient on examples that the point was not fitted to. Row 0 is nobody: it takes weight where no
-    peer points the right way. The weights are w = κ_{1..N}/Σκ_{1..N}. A peer that is missing keeps its entries.
+    o is user 0's gradient on examples that the point was not fitted to. Row 0 is nobody: it takes
+    weight where no peer points the right way. The weights are w = κ_{1..N}/Σκ_{1..N}. A peer that
+    is missing keeps its entries.
 
-    A private peer adds noise of a known variance v_k = E‖ξ_k‖², new at every step. H has it on its diagonal, as if
-    it were the same in every step; over T steps only v_k/T of it stays. So v_k is taken off, and put back is
+    A private peer adds noise of a known variance v_k = E‖ξ_k‖², new at every step. H has it on its
+    diagonal, as if it were the same in every step; over T steps only v_k/T of it stays. So v_k is
+    taken off, and put back is
 
         v_k min(1, 1/T + 2 √(N/(mG)))
 
@@ -57,7 +63,8 @@ class FittedWeights:
     def add(self, rows: Tensor, own: Tensor, added: Array | None = None) -> None:
         """Take rows (N, m), not numbers where a peer is missing, and o (m,) into the mean, and fit again.
 
-        `added`, (N,), is the variance of the noise that each peer has added to its row; none when None.
+        `added`, (N,), is the variance of the noise that each peer has added to its row; none when
+        None.
         """
         fresh = _gram(rows, own)
         there = np.isfinite(fresh)
@@ -70,8 +77,13 @@ class FittedWeights:
             fresh = fresh - np.diag(noise)
         self.gram += np.where(there, fresh - self.gram, 0.0) * rate
         answered = np.append(True, np.diag(self.counts)[1:] > 0)  # ever: the others get nothing
-        kappa, gram = np.zeros(len(self.gram)), (self.gram + self._noise_left(rows))[np.ix_(answered, answered)]
-        kappa[answered] = simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram)))
+        kappa, gram = (
+            np.zeros(len(self.gram)),
+            (self.gram + self._noise_left(rows))[np.ix_(answered, answered)],
+        )
+        kappa[answered] = simplex_minimum(
+            (1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram))
+        )
         self.kappa.append(kappa)
         if kappa[1:].sum() > 1e-9:
             self.weights = kappa[1:] / kappa[1:].sum()
@@ -103,7 +115,9 @@ class FittedWeights:
         """
         each = np.array(self.norms).T  # (N, Gram matrices)
         late = (one[self._late()] if np.isfinite(one[self._late()]).any() else one for one in each)
-        return np.array([np.median(one[np.isfinite(one)]) if np.isfinite(one).any() else 0.0 for one in late])
+        return np.array(
+            [np.median(one[np.isfinite(one)]) if np.isfinite(one).any() else 0.0 for one in late]
+        )
 
     def _late(self) -> slice:
         return slice(-max(1, len(self.kappa) // 3), None)
@@ -116,7 +130,11 @@ class FittedWeights:
         """Take up a state."""
         arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
         self.gram, self.counts, self.weights = arrays["gram"], arrays["counts"], arrays["weights"]
-        self.kappa, self.norms, self.added = list(arrays["kappa"]), list(arrays["norms"]), arrays["added"]
+        self.kappa, self.norms, self.added = (
+            list(arrays["kappa"]),
+            list(arrays["norms"]),
+            arrays["added"],
+        )
 
 
 def _gram(rows: Tensor, own: Tensor) -> Array:
@@ -135,16 +153,23 @@ def sizes(engine: Engine) -> Array:
 
 
 def added_noise(engine: Engine, d: int) -> Array:
-    """Return the variance of the noise that each peer adds to a gradient of d numbers; 0 where none is told."""
+    """Return the variance of the noise that each peer adds to a gradient of d numbers.
+
+    0 where none is told.
+    """
     told = engine.capabilities.noise
     return np.array([d * told.get(name, 0.0) ** 2 for name in engine.names])
 
 
-def shares(sizes: Array, noise: Array | float = 0.0, without: NDArray[np.bool_] | None = None) -> Array:
-    """Return the peers' shares of all examples; one whose number is not known counts as the mean of the others.
+def shares(
+    sizes: Array, noise: Array | float = 0.0, without: NDArray[np.bool_] | None = None
+) -> Array:
+    """Return the peers' shares of all examples.
 
-    One that adds noise counts less: `noise` is the variance of that over a run, in squares of a usual gradient.
-    Some can be left `without` a share, but not all.
+    One whose number is not known counts as the mean of the others.
+
+    One that adds noise counts less: `noise` is the variance of that over a run, in squares of a
+    usual gradient. Some can be left `without` a share, but not all.
 
     Example:
         >>> shares(np.array([30.0, 30.0, np.nan]), np.array([0.0, 2.0, 0.0])).round(3).tolist()

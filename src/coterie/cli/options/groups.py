@@ -1,6 +1,7 @@
 """Options in groups: a group is a dataclass whose fields are options, and a panel of the command's help.
 
-A field is annotated with typer's `Option` or `Argument`, or has the `Setting` of a description that it inherits.
+A field is annotated with typer's `Option` or `Argument`, or has the `Setting` of a description that
+it inherits.
 """
 
 import copy
@@ -19,8 +20,8 @@ from coterie.errors import KnobError
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes every option of its groups by itself, as typer wants them.
 
-    The panel of a group is the first line of its docstring, unless an option names another. A list is empty where
-    its option is left out.
+    The panel of a group is the first line of its docstring, unless an option names another. A list
+    is empty where its option is left out.
 
     Example:
         >>> from dataclasses import dataclass
@@ -42,7 +43,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def flat(**options: Any) -> None:
-        made = {name: group(**{f.name: options[f.name] for f in fields(group)}) for name, group in groups.items()}
+        made = {
+            name: group(**{f.name: options[f.name] for f in fields(group)})
+            for name, group in groups.items()
+        }
         command(**made)
 
     required = sorted(parameters, key=lambda each: each.default is not each.empty)
@@ -69,7 +73,9 @@ def check_effect(group: Any, names: Sequence[str], without: str) -> None:
     """Refuse an option of a group that is given and needs another that is not."""
     for each in fields(group):
         if each.name in names and getattr(group, each.name) != default_of(each):
-            raise KnobError(f"`{option_of(each.name)}` has no effect without `{without}`; leave it out")
+            raise KnobError(
+                f"`{option_of(each.name)}` has no effect without `{without}`; leave it out"
+            )
 
 
 def option_of(name: str) -> str:

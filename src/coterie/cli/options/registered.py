@@ -17,7 +17,13 @@ from coterie.registry import Entry, FromRun, Registry
 from coterie.rules import RULES
 from coterie.training.trackers import TRACKERS
 
-CONTAINERS: dict[Any, Any] = {tuple: Sequence, list: Sequence, Sequence: Sequence, Mapping: Mapping, dict: Mapping}
+CONTAINERS: dict[Any, Any] = {
+    tuple: Sequence,
+    list: Sequence,
+    Sequence: Sequence,
+    Mapping: Mapping,
+    dict: Mapping,
+}
 """What a knob's type is called, and what is written for it."""
 
 REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{methods}": METHODS}
@@ -38,16 +44,23 @@ class Command(TyperCommand):
         texts = [option.help for option in options]
         for option in options:
             for mark, registry in REGISTRIES.items():
-                option.help = option.help.replace(mark, ", ".join(registry)) if mark in option.help else option.help
+                option.help = (
+                    option.help.replace(mark, ", ".join(registry))
+                    if mark in option.help
+                    else option.help
+                )
         super().format_help(ctx, formatter)
-        for option, text in zip(options, texts, strict=True):  # more may be registered before the next time
+        for option, text in zip(
+            options, texts, strict=True
+        ):  # more may be registered before the next time
             option.help = text
 
 
 def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:
     """Return the knobs that the command line gives, by the types that the thing says they have.
 
-    The pairs are NAME=VALUE, of `--knob`; the options are knobs with an option of their own, None where left out.
+    The pairs are NAME=VALUE, of `--knob`; the options are knobs with an option of their own, None
+    where left out.
     """
     texts = [(f"--{name}", name, text) for name, text in options.items() if text is not None]
     for pair in pairs:
@@ -69,14 +82,17 @@ def once(names: Sequence[str]) -> None:
 def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
     if name not in entry.parameters:
         raise KnobError(
-            f"`{option}` does not fit {entry.name!r}, which takes {', '.join(entry.parameters) or 'no knobs'}"
+            f"`{option}` does not fit {entry.name!r}, which takes"
+            f" {', '.join(entry.parameters) or 'no knobs'}"
         )
     try:
         hint = get_type_hints(entry.thing).get(name, Any)
     except NameError:  # a type that is known to type checkers alone
         hint = Any
     kinds = _members(hint)
-    for kind in sorted(kinds, key=lambda kind: kind is not type(None)):  # `none` names no aggregator
+    for kind in sorted(
+        kinds, key=lambda kind: kind is not type(None)
+    ):  # `none` names no aggregator
         try:
             return _read(kind, text)
         except KnobError:
@@ -142,6 +158,10 @@ def _words(kind: Any) -> list[str]:
         return [f'"{value}"' for value in get_args(kind)]
     known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     known |= {type(None): "none", Aggregator: f"an aggregator ({', '.join(AGGREGATORS)})"}
-    kinds = {tuple: "a list like (1, 2)", Sequence: "a list like (1, 2)", Mapping: 'a mapping like {"a": 1}'}
+    kinds = {
+        tuple: "a list like (1, 2)",
+        Sequence: "a list like (1, 2)",
+        Mapping: 'a mapping like {"a": 1}',
+    }
     word = known.get(kind) or kinds.get(get_origin(kind))
     return [word] if word else []

@@ -1,4 +1,7 @@
-"""The options of `coterie train`, in groups. The fields of a group are arguments of what takes them."""
+"""The options of `coterie train`, in groups.
+
+The fields of a group are arguments of what takes them.
+"""
 
 import functools
 from dataclasses import dataclass, field
@@ -25,19 +28,30 @@ class TableOptions:
     """The table."""
 
     data: Annotated[
-        Path, Option(help="A CSV or Parquet file, one example a row; torch: {rank} in it for a file each.")
+        Path,
+        Option(
+            help="A CSV or Parquet file, one example a row; torch: {rank} in it for a file each."
+        ),
     ]
     user_column: Annotated[str, Option(help="The column that says whose row it is.")]
     target: Annotated[str, Option(help="The column to predict.")]
-    me: Annotated[str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")]
+    me: Annotated[
+        str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")
+    ]
     features: Annotated[
-        list[str], Option(metavar="COLUMN", help="A column to predict from; repeat it. All others if left out.")
+        list[str],
+        Option(
+            metavar="COLUMN", help="A column to predict from; repeat it. All others if left out."
+        ),
     ] = field(default_factory=list)
     drop: Annotated[
         list[str],
         Option(
             metavar="COLUMN",
-            help="A column not to predict from, such as a date or what is known afterwards only; repeat it.",
+            help=(
+                "A column not to predict from, such as a date or what is known afterwards only;"
+                " repeat it."
+            ),
         ),
     ] = field(default_factory=list)
     ids: Annotated[
@@ -45,32 +59,46 @@ class TableOptions:
         Option(
             "--id",
             metavar="COLUMN",
-            help="The column that tells rows apart: not predicted from, and written beside every prediction.",
+            help=(
+                "The column that tells rows apart: not predicted from, and written beside every"
+                " prediction."
+            ),
         ),
     ] = None
     weights: Annotated[
         str | None,
-        Option(metavar="COLUMN", help="The column that says how much a row counts, a number that is at least 0."),
+        Option(
+            metavar="COLUMN",
+            help="The column that says how much a row counts, a number that is at least 0.",
+        ),
     ] = None
     kind: Annotated[
         Literal["auto", "classification", "regression"],
         Option(help="What the target is; auto tells by its values."),
     ] = "auto"
     categorical: Annotated[
-        list[str], Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it.")
+        list[str],
+        Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it."),
     ] = field(default_factory=list)
-    leave_out: Annotated[list[str], Option(metavar="NAME", help="A user to take no notice of; repeat it.")] = field(
-        default_factory=list
+    leave_out: Annotated[
+        list[str], Option(metavar="NAME", help="A user to take no notice of; repeat it.")
+    ] = field(default_factory=list)
+    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = (
+        None
     )
-    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = None
     validation: Annotated[
         float | None,
         Option(
-            help="Share of user 0's rows held out to choose the best model; if left out 0.2, and none for mixture.",
+            help=(
+                "Share of user 0's rows held out to choose the best model; if left out 0.2, and"
+                " none for mixture."
+            ),
             show_default=False,
         ),
     ] = None
-    test: Annotated[float, Option(help="Share of user 0's rows held out for the final report.")] = 0.2
+    test: Annotated[float, Option(help="Share of user 0's rows held out for the final report.")] = (
+        0.2
+    )
     sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
     decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
 
@@ -89,41 +117,51 @@ class RuleOptions:
         str,
         Option(
             metavar="NAME",
-            help="auto: mixture for a linear model where no option says how steps are taken, else adaptive. "
-            "mixture: a linear model in closed form; adaptive: weights found from the data; pooled: everybody's "
-            "rows alike; wga: averaging with --alpha; bc: bias correction with --alpha and --beta. All rules, "
-            "described by `coterie list rules`: "
-            "{rules}. Or a method, to compare with, described by `coterie list methods`: {methods}.",
+            help=(
+                "auto: mixture for a linear model where no option says how steps are taken, else"
+                " adaptive. mixture: a linear model in closed form; adaptive: weights found from"
+                " the data; pooled: everybody's rows alike; wga: averaging with --alpha; bc: bias"
+                " correction with --alpha and --beta. All rules, described by `coterie list rules`:"
+                " {rules}. Or a method, to compare with, described by `coterie list methods`:"
+                " {methods}."
+            ),
         ),
     ] = "auto"
     alpha: Annotated[
         str | None,
         Option(
             metavar="NUMBER|auto",
-            help="The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the theory advises for "
-            "the noise and bias that a few batches show before the first step; wga then weighs every peer too, "
-            "unless --tau does.",
+            help=(
+                "The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the"
+                " theory advises for the noise and bias that a few batches show before the first"
+                " step; wga then weighs every peer too, unless --tau does."
+            ),
         ),
     ] = None
     beta: Annotated[
         str | None,
         Option(
             metavar="NUMBER|auto",
-            help="How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto: what the theory "
-            "advises; peers whose Hessians differ too much from user 0's are then left out, unless --tau names the "
-            "peers.",
+            help=(
+                "How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto:"
+                " what the theory advises; peers whose Hessians differ too much from user 0's are"
+                " then left out, unless --tau names the peers."
+            ),
         ),
     ] = None
     knob: Annotated[
         list[str],
         Option(
             metavar="NAME=VALUE",
-            help="Any knob of the rule or method, e.g. aggregator=median, or local_steps=5; repeat it.",
+            help=(
+                "Any knob of the rule or method, e.g. aggregator=median, or local_steps=5;"
+                " repeat it."
+            ),
         ),
     ] = field(default_factory=list)
-    tau: Annotated[list[str], Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")] = (
-        field(default_factory=list)
-    )
+    tau: Annotated[
+        list[str], Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")
+    ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _ = self.knobs  # what cannot be meant is told before anything is read
@@ -146,7 +184,10 @@ class RuleOptions:
         return "adaptive" if self.rule == "auto" else self.rule
 
     def build(self, facts: RunFacts) -> Any:
-        """Return the rule or method for a run; what is wrong with a knob is told by the option that gave it."""
+        """Return the rule or method for a run.
+
+        What is wrong with a knob is told by the option that gave it.
+        """
         try:
             return build(self.name, self.knobs, facts)
         except KnobError as error:
@@ -160,15 +201,21 @@ class RuleOptions:
 class FitOptions(StepSettings):
     """The run."""
 
-    out: Annotated[Path, Option(help="Folder for the model, its preparation, records and checkpoints.")]
-    model: Annotated[str, Option(help="linear, mlp, or module.path:factory(n_inputs, n_outputs).")] = "linear"
+    out: Annotated[
+        Path, Option(help="Folder for the model, its preparation, records and checkpoints.")
+    ]
+    model: Annotated[
+        str, Option(help="linear, mlp, or module.path:factory(n_inputs, n_outputs).")
+    ] = "linear"
     metrics: Annotated[
         list[str],
         Option(
             "--metric",
             metavar="NAME",
-            help="What the model is judged by, beside the loss; repeat it to report more. If left out accuracy, or "
-            "rmse where the target is a number. All metrics: {metrics}.",
+            help=(
+                "What the model is judged by, beside the loss; repeat it to report more. If left"
+                " out accuracy, or rmse where the target is a number. All metrics: {metrics}."
+            ),
         ),
     ] = field(default_factory=list)
     trackers: Annotated[
@@ -176,24 +223,33 @@ class FitOptions(StepSettings):
         Option(
             "--tracker",
             metavar="NAME",
-            help="What follows the run, of {trackers}; tensorboard, where it is installed, if left out; repeat it.",
+            help=(
+                "What follows the run, of {trackers}; tensorboard, where it is installed, if left"
+                " out; repeat it."
+            ),
         ),
     ] = field(default_factory=list)
     repeats: Annotated[
         int,
         Option(
             min=1,
-            help="Split user 0's rows so many times, train on each, and judge by the mean, with an error that "
-            "allows for the overlap: for small tables, where one split says little. 10 take ten times as long.",
+            help=(
+                "Split user 0's rows so many times, train on each, and judge by the mean, with an"
+                " error that allows for the overlap: for small tables, where one split says little."
+                " 10 take ten times as long."
+            ),
         ),
     ] = 1
     guard: Annotated[
         bool,
         Option(
             "--guard/--no-guard",
-            help="Train a model alone beside, start again from it where the peers do harm, and serve the better of "
-            "the two on the validation rows; costs one more gradient of user 0 a step (adaptive: nothing). A "
-            "method does not start again, and the model beside it costs as many own gradients as the method.",
+            help=(
+                "Train a model alone beside, start again from it where the peers do harm, and serve"
+                " the better of the two on the validation rows; costs one more gradient of user 0 a"
+                " step (adaptive: nothing). A method does not start again, and the model beside it"
+                " costs as many own gradients as the method."
+            ),
         ),
     ] = True
     threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
@@ -203,7 +259,11 @@ class FitOptions(StepSettings):
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.tables.fit.fit`."""
         settings = {**vars(self), "guard": "auto" if self.guard else "off"}
-        return {name: v for name, v in settings.items() if name != "repeats" and (name != "trackers" or v)}
+        return {
+            name: v
+            for name, v in settings.items()
+            if name != "repeats" and (name != "trackers" or v)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +272,26 @@ class EngineOptions:
 
     engine: Annotated[
         Literal["in-process", "torch"],
-        Option(help="in-process, or torch: a process for each user, started by torchrun (trusted network)."),
+        Option(
+            help=(
+                "in-process, or torch: a process for each user, started by torchrun (trusted"
+                " network)."
+            )
+        ),
     ] = "in-process"
-    gather: Annotated[bool, Option("--gather", help="torch: add up at user 0, in order, to reproducible bits.")] = (
-        False
-    )
+    gather: Annotated[
+        bool, Option("--gather", help="torch: add up at user 0, in order, to reproducible bits.")
+    ] = False
     compress: Annotated[
         Literal["bf16", "fp16"] | None,
         Option(help="torch: round what is sent; what is lost is added to the next message."),
     ] = None
     secure_sums: Annotated[
         bool,
-        Option("--secure-sums", help="torch: see the sum of the peers' gradients only, by masks; for wga and bc."),
+        Option(
+            "--secure-sums",
+            help="torch: see the sum of the peers' gradients only, by masks; for wga and bc.",
+        ),
     ] = False
     timeout: Annotated[
         float | None,
@@ -231,7 +299,11 @@ class EngineOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        options: dict[str, Any] = {"gather": self.gather, "compress": self.compress, "timeout": self.timeout}
+        options: dict[str, Any] = {
+            "gather": self.gather,
+            "compress": self.compress,
+            "timeout": self.timeout,
+        }
         options |= {"secure-sums": self.secure_sums}
         given = [f"`--{name}`" for name, value in options.items() if value]
         if self.engine != "torch" and given:
@@ -242,7 +314,9 @@ class EngineOptions:
         how: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
         if isinstance(processes, Group):
             return functools.partial(TorchDistributed, group=processes, gather=self.gather, **how)
-        return functools.partial(Mutual, meeting=processes, sums=SumsOnly() if self.secure_sums else None, **how)
+        return functools.partial(
+            Mutual, meeting=processes, sums=SumsOnly() if self.secure_sums else None, **how
+        )
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:

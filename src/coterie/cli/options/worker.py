@@ -17,17 +17,22 @@ from coterie.privacy.sums import SumsOnly
 class PeerTableOptions:
     """The table."""
 
-    data: Annotated[Path, Option(help="A CSV or Parquet file with this peer's examples, one a row.")]
+    data: Annotated[
+        Path, Option(help="A CSV or Parquet file with this peer's examples, one a row.")
+    ]
     name: Annotated[str, Option(help="This peer's name, by which user 0 knows it.")]
     user_column: Annotated[
-        str | None, Option(help="The column that says whose row it is; all rows are this peer's if left out.")
+        str | None,
+        Option(help="The column that says whose row it is; all rows are this peer's if left out."),
     ] = None
     sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
     decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
 
     def rows(self) -> tuple[str, Any]:
         """Return this peer's name and rows."""
-        return self.name, read_rows(self.data, self.user_column, self.name, sep=self.sep, decimal=self.decimal)
+        return self.name, read_rows(
+            self.data, self.user_column, self.name, sep=self.sep, decimal=self.decimal
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +40,37 @@ class GivingOptions:
     """What is given at most."""
 
     max_gradients: Annotated[
-        int | None, Option(min=0, help="How many gradients to give in all; with --log over every run.")
+        int | None,
+        Option(min=0, help="How many gradients to give in all; with --log over every run."),
     ] = None
     max_norm: Annotated[float | None, Option(help="The norm that a gradient is clipped to.")] = None
-    min_examples: Annotated[int, Option(min=1, help="Give no gradient of fewer rows than this.")] = 1
+    min_examples: Annotated[
+        int, Option(min=1, help="Give no gradient of fewer rows than this.")
+    ] = 1
     log: Annotated[Path | None, Option(help="A file to which every request is added.")] = None
     sums_only: Annotated[
-        bool, Option("--sums-only", help="Give gradients as part of a sum only, never on their own.")
+        bool,
+        Option("--sums-only", help="Give gradients as part of a sum only, never on their own."),
     ] = False
     secure_sums: Annotated[
-        bool, Option("--secure-sums", help="Give gradients under masks only, as part of such a sum.")
+        bool,
+        Option("--secure-sums", help="Give gradients under masks only, as part of such a sum."),
     ] = False
     key: Annotated[
         list[str],
-        Option(help="With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."),
+        Option(
+            help=(
+                "With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."
+            )
+        ),
     ] = field(default_factory=list)
     min_peers: Annotated[
-        int, Option(min=1, help="With --sums-only or --secure-sums: how many peers a sum must be of.")
+        int,
+        Option(min=1, help="With --sums-only or --secure-sums: how many peers a sum must be of."),
     ] = 3
     max_share: Annotated[
-        float, Option(help="With --sums-only or --secure-sums: how much of the weight one peer may have.")
+        float,
+        Option(help="With --sums-only or --secure-sums: how much of the weight one peer may have."),
     ] = 0.5
 
     def settings(self) -> dict[str, Any]:
@@ -67,7 +83,12 @@ class GivingOptions:
         if self.sums_only or self.secure_sums:
             sums = SumsOnly(self.min_peers, self.max_share, _known(self.key))
         capped = None if caps == Caps() else caps
-        return {"sums_only": sums or False, "secure_sums": self.secure_sums, "caps": capped, "log": self.log}
+        return {
+            "sums_only": sums or False,
+            "secure_sums": self.secure_sums,
+            "caps": capped,
+            "log": self.log,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +96,8 @@ class ProcessOptions:
     """The process."""
 
     model: Annotated[
-        str | None, Option(help="module.path:factory, where user 0 uses a model of its own; must be the same.")
+        str | None,
+        Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
     ] = None
     device: Annotated[str, Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu"
     threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
@@ -86,5 +108,7 @@ def _known(keys: list[str]) -> dict[str, str]:
     """Return the fingerprint of each peer's key."""
     pairs = dict(pair.rpartition("=")[::2] for pair in keys)
     if "" in pairs or len(pairs) < len(keys):
-        raise KnobError(f"`--key` must be NAME=FINGERPRINT, once for each peer, got {', '.join(keys)}")
+        raise KnobError(
+            f"`--key` must be NAME=FINGERPRINT, once for each peer, got {', '.join(keys)}"
+        )
     return pairs

@@ -1,8 +1,9 @@
 """Every user's gradient from one pass over everybody's batches, layer by layer as the backward pass goes.
 
-A layer's weight gradient is a product of its input and the gradient of its output, summed over examples. One pass
-over all users' examples has both; summed over each user's examples apart, they give each user's own gradient. So
-one forward and one backward pass serve all users, and the backward pass leaves out the weights' joint gradient.
+A layer's weight gradient is a product of its input and the gradient of its output, summed over
+examples. One pass over all users' examples has both; summed over each user's examples apart, they
+give each user's own gradient. So one forward and one backward pass serve all users, and the
+backward pass leaves out the weights' joint gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,9 @@ from coterie.gradients.parameters import Parameters
 class ByLayer:
     """Each user's gradients by the parameters of the layers known here, from one joint pass.
 
-    A layer may be called any number of times, and layers may share parameters: gradients add up. A model may also
-    use its parameters outside its layers, which is not visible here; `probe` compares with a plain loop first.
+    A layer may be called any number of times, and layers may share parameters: gradients add up. A
+    model may also use its parameters outside its layers, which is not visible here; `probe`
+    compares with a plain loop first.
     """
 
     def __init__(self, model: nn.Module, parameters: Parameters) -> None:
@@ -36,12 +38,15 @@ class ByLayer:
     @property
     def unknown_layer(self) -> str | None:
         """The class name of a layer with trainable parameters whose formula is not known, if there is one."""
-        return next((type(module).__name__ for module in self._layers if not is_known(module)), None)
+        return next(
+            (type(module).__name__ for module in self._layers if not is_known(module)), None
+        )
 
     def backward(self, loss: Callable[[], Tensor], batches: Sequence[Batches], rows: Tensor) -> int:
         """Write every user's gradient into its row, and return how many bytes an example the layers' inputs took.
 
-        `loss` runs the model on these batches, one after the other, and returns the sum of the users' losses.
+        `loss` runs the model on these batches, one after the other, and returns the sum of the
+        users' losses.
         """
         writer, calls = _Writer(batches, self._parameters.unflatten(rows)), list[_Call]()
         begin: list[GradientEdge] = []
@@ -65,7 +70,8 @@ class ByLayer:
             for handle in handles:
                 handle.remove()
         held = sum(call.inputs.nbytes for call in calls if call.inputs is not None)
-        # On the way back to layers whose input came from no other lie all outputs; no weight is asked for.
+        # On the way back to layers whose input came from no other lie all outputs; no weight is
+        # asked for.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, begin, allow_unused=True)
         for name in writer.views.keys() - writer.written:
@@ -96,7 +102,9 @@ class _Writer:
         first = {kind: name not in self.written for kind, name in call.names.items()}
         dtype = gradient.dtype
         into = {
-            kind: view if first[kind] and view.dtype == dtype else torch.empty_like(view, dtype=dtype)
+            kind: (
+                view if first[kind] and view.dtype == dtype else torch.empty_like(view, dtype=dtype)
+            )
             for kind, view in views.items()
         }
         self._write(call.layer, inputs, gradient, into)
@@ -105,9 +113,12 @@ class _Writer:
                 view.copy_(into[kind]) if first[kind] else view.add_(into[kind])
         self.written.update(call.names.values())
 
-    def _write(self, layer: nn.Module, inputs: Tensor, gradient: Tensor, into: dict[str, Tensor]) -> None:
+    def _write(
+        self, layer: nn.Module, inputs: Tensor, gradient: Tensor, into: dict[str, Tensor]
+    ) -> None:
         examples = [batch.n for batch in self.batches]
-        lengths = [n * len(gradient) // sum(examples) for n in examples]  # a layer may see an example in parts
+        # a layer may see an example in parts
+        lengths = [n * len(gradient) // sum(examples) for n in examples]
         start = 0
         for batch, part, its_gradient in zip(
             self.batches, torch.split(inputs, lengths), torch.split(gradient, lengths), strict=True

@@ -1,4 +1,7 @@
-"""A model in many copies at once: the losses and gradients of all, on batches that groups of them share."""
+"""A model in many copies at once.
+
+The losses and gradients of all, on batches that groups of them share.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +18,24 @@ from coterie.evaluation.losses import is_over_classes
 from coterie.users.trees import Tree, as_arguments, called, leaves, mapped, n_rows, together
 
 MAX_ACTIVATION_BYTES = {"cpu": 2**21, "cuda": 2**30}
-"""About how many bytes of activations the copies that share a pass hold: on a CPU, no more than a near cache."""
+"""About how many bytes of activations the copies that share a pass hold.
+
+On a CPU, no more than a near cache.
+"""
 
 _ELEMENTWISE = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
+    *(
+        nn.ReLU,
+        nn.ReLU6,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.SELU,
+        nn.CELU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Mish,
+        nn.Softplus,
+    ),
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity),
 )
 
@@ -26,9 +43,10 @@ _ELEMENTWISE = (
 class Copies:
     """Copies of one model, each at its own parameters, in G groups of M that share a batch of R examples.
 
-    `torch.func.vmap` maps the model over groups and copies. Linear layers and activations in a row, the most of
-    small models, go faster: the first layer of a group is one product of all its weights with the batch, and
-    activations keep the examples last, where a softmax over few classes is an order of magnitude cheaper.
+    `torch.func.vmap` maps the model over groups and copies. Linear layers and activations in a row,
+    the most of small models, go faster: the first layer of a group is one product of all its
+    weights with the batch, and activations keep the examples last, where a softmax over few classes
+    is an order of magnitude cheaper.
 
     Parameters x have the shape (G, M, d); inputs and targets (G, R, …).
     """
@@ -49,14 +67,17 @@ class Copies:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of each copy's weighted sum of the examples' losses, and that sum.
 
-        `shares`, of shape (G, M, R), is what each example weighs for each copy; where examples count differently,
-        over what those of its user count in all, see `counts`. The gradients are written to `into`, where given.
+        `shares`, of shape (G, M, R), is what each example weighs for each copy; where examples
+        count differently, over what those of its user count in all, see `counts`. The gradients are
+        written to `into`, where given.
         """
         into = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
         write = self._write_each if self.one_by_one else self._write_all
         return into, write(x, shares, inputs, targets, into)
 
-    def _write_all(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor) -> Tensor:
+    def _write_all(
+        self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor
+    ) -> Tensor:
         """Write the gradients of all copies, and return their sums."""
         leaves = self._pieces(x)
         for leaf in leaves.values():
@@ -68,7 +89,9 @@ class Copies:
         torch.cat([g.flatten(2) for g in whole], dim=2, out=into)
         return sums.detach()
 
-    def _write_each(self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor) -> Tensor:
+    def _write_each(
+        self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor
+    ) -> Tensor:
         """Write the gradients of one copy after the other, from the examples that weigh anything for it.
 
         Copies that begin together are at one point; then the gradient is that of the copy before.
@@ -86,7 +109,9 @@ class Copies:
             every = len(some) == shares.shape[2]
             pick = itemgetter(one[0] if every else (one[0], some))
             theirs = shares[one] if every else shares[one][..., some]
-            sums[one] = self._write_all(x[one], theirs, mapped(pick, inputs), mapped(pick, targets), into[one])
+            sums[one] = self._write_all(
+                x[one], theirs, mapped(pick, inputs), mapped(pick, targets), into[one]
+            )
         return sums
 
     @property
@@ -124,7 +149,10 @@ class Copies:
         return self._loss.weights is not None
 
     def counts(self, targets: Tree) -> Tensor | None:
-        """Return what each example counts in its user's loss, (G, R); None where all count the same."""
+        """Return what each example counts in its user's loss, (G, R).
+
+        None where all count the same.
+        """
         if not self.weighs:
             return None
         groups, rows = leaves(targets)[0].shape[:2]
@@ -142,8 +170,8 @@ class Copies:
             self._width = _width(self.passes, mapped(lambda leaf: leaf[:2], inputs))
         bytes_a_copy = 1 + self._width * rows * self.parameters.dtype.itemsize
         memory = MAX_ACTIVATION_BYTES.get(self.parameters.device.type, 2**28)
-        # Few copies do not fill the time that a pass takes to begin, so that four may take more; with attention,
-        # whose operations are many and small, much more.
+        # Few copies do not fill the time that a pass takes to begin, so that four may take more;
+        # with attention, whose operations are many and small, much more.
         few, more = (8, 64) if self.passes.plain_attention else (4, 4)
         return max(1, min(few, more * memory // bytes_a_copy), memory // bytes_a_copy)
 
@@ -163,19 +191,32 @@ class Copies:
         def repeated(leaf: Tensor) -> Tensor:
             return leaf.unsqueeze(1).expand(groups, copies, *leaf.shape[1:]).flatten(0, 1)
 
-        outputs, targets = mapped(lambda leaf: leaf.flatten(0, 1), outputs), mapped(repeated, targets)
+        outputs, targets = (
+            mapped(lambda leaf: leaf.flatten(0, 1), outputs),
+            mapped(repeated, targets),
+        )
         if self._classes:
             probabilities = targets.is_floating_point()
-            losses = self._loss.each(outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets)
+            losses = self._loss.each(
+                outputs.movedim(2, 1), targets.movedim(2, 1) if probabilities else targets
+            )
         else:
             losses = self._loss.each(outputs, targets)
         if losses.ndim > 2:
-            losses = losses.flatten(2).mean(2) if self._loss.weights is None else losses.flatten(2).sum(2)
+            losses = (
+                losses.flatten(2).mean(2)
+                if self._loss.weights is None
+                else losses.flatten(2).sum(2)
+            )
         return losses.view(groups, copies, rows)
 
     def _outputs(self, values: Mapping[str, Tensor], inputs: Tree) -> Tree:
         plain = isinstance(inputs, Tensor)
-        if plain and self._layers is not None and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten)):
+        if (
+            plain
+            and self._layers is not None
+            and (inputs.ndim == 3 or isinstance(self._layers[0], nn.Flatten))
+        ):
             return self._through_layers(values, inputs.flatten(2))
 
         return self._mapped(self._output, values, inputs)
@@ -187,7 +228,9 @@ class Copies:
     def _each_loss(self, values: dict[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
         return self._loss.parts(self._output(values, inputs), targets)[0]
 
-    def _mapped(self, function: Callable[..., Tree], values: Mapping[str, Tensor], *batch: Tree) -> Tree:
+    def _mapped(
+        self, function: Callable[..., Tree], values: Mapping[str, Tensor], *batch: Tree
+    ) -> Tree:
         """Return what a function makes of every copy and its group's batch, (G, M, …)."""
         groups, over_copies = n_rows(batch[0]), vmap(function, in_dims=(0, *(None,) * len(batch)))
         with self.passes.mappable():
@@ -198,18 +241,25 @@ class Copies:
                 alone = {name: value[group] for name, value in values.items()}
                 only = [mapped(itemgetter(group), tree) for tree in batch]
                 if self.one_by_one and len(next(iter(alone.values()))) == 1:
-                    output = function({name: value.squeeze(0) for name, value in alone.items()}, *only)
+                    output = function(
+                        {name: value.squeeze(0) for name, value in alone.items()}, *only
+                    )
                     made.append(mapped(lambda leaf: leaf.unsqueeze(0), output))
                 else:
                     made.append(over_copies(alone, *only))
-        return together(torch.stack, made) if groups > 1 else mapped(lambda leaf: leaf.unsqueeze(0), made[0])
+        return (
+            together(torch.stack, made)
+            if groups > 1
+            else mapped(lambda leaf: leaf.unsqueeze(0), made[0])
+        )
 
     def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Return the outputs of linear layers and activations, computed with the examples last."""
         groups, rows = inputs.shape[:2]
         copies = next(iter(values.values())).shape[1]
         names = {id(p): name for name, p in self.parameters.named.items()}
-        h, shared, fresh = inputs.mT, True, False  # by all copies of a group; and of no use to the backward pass
+        # by all copies of a group; and of no use to the backward pass
+        h, shared, fresh = inputs.mT, True, False
         for layer in self._layers or ():
             if isinstance(layer, nn.Linear):
                 weight = values[names[id(layer.weight)]].flatten(*(1, 2) if shared else (0, 1))
@@ -218,7 +268,9 @@ class Copies:
                 if bias is None:
                     h = weight @ h
                 else:
-                    h = torch.baddbmm(bias.flatten(*(1, 2) if shared else (0, 1)).unsqueeze(2), weight, h)
+                    h = torch.baddbmm(
+                        bias.flatten(*(1, 2) if shared else (0, 1)).unsqueeze(2), weight, h
+                    )
                 shared, fresh = False, True
             elif not isinstance(layer, nn.Flatten):
                 # In place, but never on a view: for that autograd copies all there is.
@@ -228,7 +280,10 @@ class Copies:
 
 
 def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:
-    """Return a model's layers where it is linear layers and activations in a row, all trainable; else None."""
+    """Return a model's layers where it is linear layers and activations in a row, all trainable.
+
+    Else None.
+    """
     if {name for name, _ in model.named_parameters()} != trainable:
         return None
     layers = list(_in_a_row(model))
@@ -253,7 +308,10 @@ def _in_a_row(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _width(passes: Passes, inputs: Tree) -> int:
-    """Return how many numbers a pass keeps for each example: the output, and what the backward pass needs."""
+    """Return how many numbers a pass keeps for each example.
+
+    The output, and what the backward pass needs.
+    """
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -261,7 +319,10 @@ def _width(passes: Passes, inputs: Tree) -> int:
         return tensor
 
     held = (*leaves(inputs), *passes.model.parameters(), *passes.model.buffers())
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), evaluation_mode(passes.model):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        evaluation_mode(passes.model),
+    ):
         output = called(passes.model, inputs)
     known = {tensor.data_ptr() for tensor in held}
     outputs = sum(leaf.numel() for leaf in leaves(output) if isinstance(leaf, Tensor))

@@ -35,22 +35,24 @@ from coterie.users.user import PEERS, USER, Loss, User, check_names
 class InProcess:
     """Gradients of users whose data is in this process.
 
-    Where the peers' weighted sum is enough, their batches go through the model together (*average*); where
-    every peer's gradient is wanted, `torch.func` maps over users (*rows*). Models whose examples influence
-    each other (BatchNorm) or that draw random numbers (dropout) are taken user by user, and only user 0's
-    batches move running statistics.
+    Where the peers' weighted sum is enough, their batches go through the model together
+    (*average*); where every peer's gradient is wanted, `torch.func` maps over users (*rows*).
+    Models whose examples influence each other (BatchNorm) or that draw random numbers (dropout) are
+    taken user by user, and only user 0's batches move running statistics.
 
     Args:
-        model: any module. Its parameters are not touched; its buffers are moved by user 0's batches.
+        model: any module. Its parameters are not touched; its buffers are moved by user 0's
+            batches.
         loss: the mean loss of a batch from (output, target).
         me: user 0.
         peers: the others.
         batch_size: examples a user draws for one gradient; all of them where it has fewer.
         seed: what batches and dropout draw from, with the user's name and the step.
-        one_by_one: take users one by one even where they could share a pass: slower, and to the same bits as
-            where every user has a process of its own.
+        one_by_one: take users one by one even where they could share a pass: slower, and to the
+            same bits as where every user has a process of its own.
         forward_options: autocast, channels last and compilation, for training only.
-        like: an engine over a model and users of the same form; what was found out about them is taken over.
+        like: an engine over a model and users of the same form; what was found out about them is
+            taken over.
 
     Example:
         >>> users = [User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
@@ -86,7 +88,9 @@ class InProcess:
             with seeded(seed, me.name, 0, device):
                 x, batch = self.parameters.vector(), self.sampler.one(me.name, 0)
                 together = not one_by_one
-                self._output, self.support = probe(self.passes, x, batch, [me, *peers], together=together)
+                self._output, self.support = probe(
+                    self.passes, x, batch, [me, *peers], together=together
+                )
         else:
             self._output, self.support = like._output, like.support
             self.passes.take_over(like.passes)
@@ -103,13 +107,19 @@ class InProcess:
             inputs, _ = self.sampler.one(self.me, 0)
             return operations(self.passes, self.parameters.vector(), inputs) * (1 + len(self.names))
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         names, together = tuple(weights), not self.support.one_by_one
         own_batch, batches = self.sampler.draw(names if together else (), step)
         self._tell_of_nothing(names, own_batch, batches)
         averaged = names and together and not rows
-        peers = self.passes.average(x, batches, self._weights(x, weights, batches)) if averaged else None
+        peers = (
+            self.passes.average(x, batches, self._weights(x, weights, batches))
+            if averaged
+            else None
+        )
         finite = None if peers is None else FiniteLater(peers)
         own, loss, buffers = self._user_by_user.gradient(self.me, x, step, own_batch)
         if finite is not None and finite.read():
@@ -122,7 +132,8 @@ class InProcess:
         elif names:  # rows are wanted, or a peer's gradient was not finite and has to be located
             matrix, kept, left_out = keep_finite(self._rows(x, step, names, batches), names)
             g = g.with_peers(matrix, kept, weights, left_out, rows=rows)
-        self._user_by_user.keep_buffers(own, buffers)  # after the peers, who see the model as user 0 did
+        # after the peers, who see the model as user 0 did
+        self._user_by_user.keep_buffers(own, buffers)
         return g
 
     @property
@@ -130,7 +141,11 @@ class InProcess:
         """What this engine can do, which depends on the model and on where the examples are."""
         support, users = self.support, self.sampler.users
         in_memory = None if self.sampler.in_memory else NOT_IN_MEMORY
-        mean = None if self.passes.per_example is not None else "the loss is not known to be a mean over examples"
+        mean = (
+            None
+            if self.passes.per_example is not None
+            else "the loss is not known to be a mean over examples"
+        )
         rows = support.loop if self.passes.by_layer is None else None
         plain = self.passes.forward_options == DEFAULT_FORWARD
         passed = None if plain else "options of the forward pass were given"
@@ -159,17 +174,24 @@ class InProcess:
         """Return user 0's batch, and those of these peers, from a row of `indices`."""
         return self.sampler.at(names, indices)
 
-    def gradients_of(self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool) -> Gradients:
-        """Return all users' gradients on the examples of one row of `indices`, unchecked: no wait for the device.
+    def gradients_of(
+        self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool
+    ) -> Gradients:
+        """Return all users' gradients on the examples of one row of `indices`, unchecked.
 
-        User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the peers' goes on.
+        No wait for the device.
+
+        User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the
+        peers' goes on.
         """
         own_batch, others = self.at(tuple(weights), indices)
         with side_stream(x.device) as join:
             own, loss, _ = self._user_by_user.gradient(self.me, x, 0, own_batch)
         matrix = self.passes.rows(x, others) if weights and rows else None
         averaged = weights and not rows
-        peers = self.passes.average(x, others, self._weights(x, weights, others)) if averaged else None
+        peers = (
+            self.passes.average(x, others, self._weights(x, weights, others)) if averaged else None
+        )
         join()
         return Gradients(own, peers, matrix, tuple(weights) if rows else (), x=x, own_loss=loss)
 
@@ -183,13 +205,20 @@ class InProcess:
         return other
 
     def peer(
-        self, name: str, caps: Caps | None = None, log: Path | None = None, privacy: Privacy | None = None
+        self,
+        name: str,
+        caps: Caps | None = None,
+        log: Path | None = None,
+        privacy: Privacy | None = None,
     ) -> Peer:
         """Return one user by itself, with this engine's model; see `Peer`."""
         return Peer(self.sampler.users[name], self.passes, caps, log, self.support, privacy=privacy)
 
     def copies(self) -> Copies:
-        """Return the model in many copies at once; only where `capabilities.not_stacked` is None."""
+        """Return the model in many copies at once.
+
+        Only where `capabilities.not_stacked` is None.
+        """
         return Copies(self.passes)
 
     @functools.cached_property
@@ -198,7 +227,9 @@ class InProcess:
         copies = self.copies() if self.capabilities.not_stacked is None else None
         return copies if copies is not None and copies.in_layers else None
 
-    def each(self, points: Tensor, step: int, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+    def each(
+        self, points: Tensor, step: int, names: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of user 0 and of these peers, each at its row of `points`, and user 0's loss."""
         names = self.names[: len(points) - 1] if names is None else tuple(names)
         own_batch, batches = self.sampler.draw(() if self.support.loop else names, step)
@@ -211,7 +242,10 @@ class InProcess:
         return torch.cat([own.unsqueeze(0), rows]), loss
 
     def on(self, name: str, x: Tensor, indices: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return one user's gradient and loss at x on its examples at these indices; the step seeds randomness."""
+        """Return one user's gradient and loss at x on its examples at these indices.
+
+        The step seeds randomness.
+        """
         batch = self.sampler.users[name].take(indices, seed=self.seed, step=step)
         gradient, loss, buffers = self._user_by_user.gradient(name, x, step, batch)
         if name == self.me:
@@ -222,14 +256,22 @@ class InProcess:
         """Return one user's gradients at x, (batches, d), on the examples of each row, and the mean loss."""
         if self.support.loop:
             answers = [self.on(name, x, batch, step + k) for k, batch in enumerate(indices)]
-            return torch.stack([g for g, _ in answers]), torch.stack([loss for _, loss in answers]).mean()
-        inputs, targets = self.sampler.users[name].take(indices.flatten(), seed=self.seed, step=step)
+            return (
+                torch.stack([g for g, _ in answers]),
+                torch.stack([loss for _, loss in answers]).mean(),
+            )
+        inputs, targets = self.sampler.users[name].take(
+            indices.flatten(), seed=self.seed, step=step
+        )
         rows = self.passes.rows(x, [Batches(range(len(indices)), inputs, targets)])
         with torch.no_grad():
             return rows, self.passes.loss(self.passes.output(x, inputs), targets)
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Let peers take steps of their own, which are taken at once; see `WorksLocally.local_work`."""
+        """Let peers take steps of their own, which are taken at once.
+
+        See `WorksLocally.local_work`.
+        """
         if question.batch_size is not None:
             other = self.with_batch_size(question.batch_size)
             return other.local_work(replace(question, batch_size=None))
@@ -241,23 +283,34 @@ class InProcess:
         points = question.points[rows]
         if self.support.loop:
             each = zip(names, points, rows, strict=True)
-            given = [self._user_by_user.answer(name, x, question.step, work.at(row)) for name, x, row in each]
+            given = [
+                self._user_by_user.answer(name, x, question.step, work.at(row))
+                for name, x, row in each
+            ]
         else:
             given = [*self._worked(names, points, question.step, work.at(rows))]
         answers = Answers.of(question, dict(zip(places, given, strict=True)), self.names)
         return lambda: answers
 
     def _worked(self, names: tuple[str, ...], points: Tensor, step: int, work: LocalWork) -> Tensor:
-        """Return what each peer's steps followed from its point, added up; all peers take a step together."""
+        """Return what each peer's steps followed from its point, added up.
+
+        All peers take a step together.
+        """
 
         def gradients(at: Tensor, k: int) -> Tensor:
             batches, layered = self.sampler.draw(names, step + k)[1], self._layered
-            return self.passes.rows(at, batches) if layered is None else layered.rows(at, batches)[0]
+            return (
+                self.passes.rows(at, batches) if layered is None else layered.rows(at, batches)[0]
+            )
 
         return work.followed(points, gradients, slice(None))
 
     def losses(self, points: Tensor, step: int) -> Tensor:
-        """Return every user's loss at its row of `points`, or those of the first; buffers stay as they are."""
+        """Return every user's loss at its row of `points`, or those of the first.
+
+        Buffers stay as they are.
+        """
         each = zip((self.me, *self.names), points, strict=False)
         return torch.stack([self._user_by_user.loss(name, point, step) for name, point in each])
 
@@ -274,14 +327,22 @@ class InProcess:
         """Return how the model is passed, and why."""
         one_by_one, loop = self.support.one_by_one, self.support.loop
         mapped = (
-            f"loop: {loop}" if loop else "vmap, attention as products" if self.passes.plain_attention else "vmap"
+            f"loop: {loop}"
+            if loop
+            else "vmap, attention as products"
+            if self.passes.plain_attention
+            else "vmap"
         )
         return {
             "engine": "in process",
             "device": str(self.parameters.device),
             "average": f"user by user: {one_by_one}" if one_by_one else "one pass",
             "rows": mapped if self.passes.by_layer is None else "by layer",
-            **{name: str(value) for name, value in vars(self.passes.forward_options).items() if value},
+            **{
+                name: str(value)
+                for name, value in vars(self.passes.forward_options).items()
+                if value
+            },
         }
 
     def traffic(self) -> Mapping[str, Traffic]:
@@ -299,7 +360,9 @@ class InProcess:
             self._tau = asked, Weights.of(list(tau.values()), batches, x)
         return self._tau[1]
 
-    def _tell_of_nothing(self, names: Sequence[str], own: tuple[Tree, Tree], batches: Sequence[Batches]) -> None:
+    def _tell_of_nothing(
+        self, names: Sequence[str], own: tuple[Tree, Tree], batches: Sequence[Batches]
+    ) -> None:
         """Warn of batches in which the loss ignores everything, where there may be such."""
         if self.passes.per_example is None or self.passes.per_example.weights is None:
             return
@@ -308,7 +371,9 @@ class InProcess:
             for position, (_, targets) in zip(batch.positions, batch.each(), strict=True):
                 self.passes.tell_of_nothing(names[position], targets)
 
-    def _rows(self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]) -> Tensor:
+    def _rows(
+        self, x: Tensor, step: int, names: tuple[str, ...], batches: Sequence[Batches]
+    ) -> Tensor:
         """Return the peers' gradients at x, one point for all or a row for each."""
         if not self.support.loop or (self.passes.by_layer is not None and x.ndim == 1):
             return self.passes.rows(x, batches)

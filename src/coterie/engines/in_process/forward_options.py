@@ -14,12 +14,15 @@ from coterie.users.trees import Tree, device_of, mapped
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How batches pass through a model in training. The model is probed and evaluated in full precision.
+    """How batches pass through a model in training.
+
+    The model is probed and evaluated in full precision.
 
     Args:
-        autocast: `torch.bfloat16`, for `torch.autocast`; outputs come back as float32, as are the loss, gradients
-            and all that follows.
-        channels_last: images are laid out channels last, which GPUs are faster with in low precision.
+        autocast: `torch.bfloat16`, for `torch.autocast`; outputs come back as float32, as are the
+            loss, gradients and all that follows.
+        channels_last: images are laid out channels last, which GPUs are faster with in low
+            precision.
         compile: the passes that all peers share and user 0's own go through `torch.compile`.
 
     Example:
@@ -42,7 +45,8 @@ class ForwardOptions:
             inputs = mapped(_channels_last, inputs)
         if self.autocast is None:
             return forward(inputs)
-        with torch.autocast(device_of(inputs).type, self.autocast, cache_enabled=False):  # no weight is used twice
+        # no weight is used twice
+        with torch.autocast(device_of(inputs).type, self.autocast, cache_enabled=False):
             output = forward(inputs)
         return mapped(_full, output)
 

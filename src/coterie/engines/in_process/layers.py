@@ -18,12 +18,16 @@ N_SIDE_STREAMS = 8
 
 def is_known(layer: nn.Module) -> bool:
     """Return whether the formula of this layer is known; that of a subclass is not."""
-    if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq or layer.sparse):
+    if isinstance(layer, nn.Embedding) and (
+        layer.max_norm or layer.scale_grad_by_freq or layer.sparse
+    ):
         return False
     return type(layer) in _FORMULAS
 
 
-def gradients_of(layer: nn.Module, inputs: Tensor, gradient: Tensor, into: Mapping[str, Tensor]) -> None:
+def gradients_of(
+    layer: nn.Module, inputs: Tensor, gradient: Tensor, into: Mapping[str, Tensor]
+) -> None:
     """Write each user's gradients by the parameters wanted (`weight`, `bias`) of a layer that `is_known`.
 
     `gradient` is that of the layer's output.
@@ -31,7 +35,9 @@ def gradients_of(layer: nn.Module, inputs: Tensor, gradient: Tensor, into: Mappi
     _FORMULAS[type(layer)](layer, inputs, gradient, into.get("weight"), into.get("bias"))
 
 
-def _linear(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _linear(
+    layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
     inputs, gradient = inputs.flatten(1, -2), gradient.flatten(1, -2)
     if weight is not None:
         torch.bmm(gradient.mT, inputs, out=weight)
@@ -39,7 +45,9 @@ def _linear(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None,
         torch.sum(gradient, 1, out=bias)
 
 
-def _convolution(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _convolution(
+    layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
     if bias is not None:
         torch.sum(gradient, (1, *range(3, gradient.ndim)), out=bias)
     if weight is None:
@@ -47,19 +55,35 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | 
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        padded = functional.pad(inputs.flatten(0, 1), layer._reversed_padding_repeated_twice, mode=mode)
-        inputs, padding = padded.reshape(*inputs.shape[:2], *padded.shape[1:]), (0,) * len(layer.stride)
+        padded = functional.pad(
+            inputs.flatten(0, 1), layer._reversed_padding_repeated_twice, mode=mode
+        )
+        inputs, padding = (
+            padded.reshape(*inputs.shape[:2], *padded.shape[1:]),
+            (0,) * len(layer.stride),
+        )
     # One user at a time: of what was tried (users as groups, unfolded inputs), nothing was faster.
     n_streams = N_SIDE_STREAMS if inputs.is_cuda else 1
     joins = []
     for first in range(n_streams):
         with side_stream(inputs.device) as join:
             for each, its_gradient, its_weight in zip(
-                inputs[first::n_streams], gradient[first::n_streams], weight[first::n_streams], strict=True
+                inputs[first::n_streams],
+                gradient[first::n_streams],
+                weight[first::n_streams],
+                strict=True,
             ):
                 its_weight.copy_(
                     torch.ops.aten.convolution_backward(
-                        *(its_gradient, each, layer.weight.detach(), None, layer.stride, padding, layer.dilation),
+                        *(
+                            its_gradient,
+                            each,
+                            layer.weight.detach(),
+                            None,
+                            layer.stride,
+                            padding,
+                            layer.dilation,
+                        ),
                         *(False, [0] * len(layer.stride), layer.groups, [False, True, False]),
                     )[1]
                 )
@@ -68,7 +92,9 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | 
         join()
 
 
-def _group_norm(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _group_norm(
+    layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
     over = (1, *range(3, gradient.ndim))
     if weight is not None:
         normalised = functional.group_norm(inputs.flatten(0, 1), layer.num_groups, eps=layer.eps)
@@ -77,7 +103,9 @@ def _group_norm(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | N
         torch.sum(gradient, over, out=bias)
 
 
-def _layer_norm(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _layer_norm(
+    layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
     over = tuple(range(1, gradient.ndim - len(layer.normalized_shape)))
     if weight is not None:
         normalised = functional.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
@@ -86,19 +114,25 @@ def _layer_norm(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | N
         torch.sum(gradient, over, out=bias)
 
 
-def _embedding(layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _embedding(
+    layer: Any, inputs: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
     if weight is None:
         return
     users, entries = weight.shape[:2]
-    own = torch.arange(0, users * entries, entries, device=inputs.device)  # where each user's entries begin
+    # where each user's entries begin
+    own = torch.arange(0, users * entries, entries, device=inputs.device)
     places = inputs.flatten(1) + own[:, None]
     backward = torch.ops.aten.embedding_dense_backward
-    weight.copy_(backward(gradient.flatten(1, -2), places, users * entries, -1, False).view_as(weight))  # noqa: FBT003
+    each = backward(gradient.flatten(1, -2), places, users * entries, -1, False)  # noqa: FBT003
+    weight.copy_(each.view_as(weight))
     if layer.padding_idx is not None:
         weight[:, layer.padding_idx] = 0
 
 
-_FORMULAS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor, Tensor | None, Tensor | None], None]] = {
+_FORMULAS: dict[
+    type[nn.Module], Callable[[Any, Tensor, Tensor, Tensor | None, Tensor | None], None]
+] = {
     nn.Linear: _linear,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
     nn.GroupNorm: _group_norm,

@@ -20,7 +20,13 @@ from coterie.engines.in_process.sampler import Batches
 from coterie.engines.in_process.weights import Weights
 from coterie.errors import ModelError
 from coterie.evaluation.evaluate import evaluation_mode
-from coterie.evaluation.losses import PerExample, ignored_class, is_over_classes, known_per_example, simplest
+from coterie.evaluation.losses import (
+    PerExample,
+    ignored_class,
+    is_over_classes,
+    known_per_example,
+    simplest,
+)
 from coterie.users.examples import InMemory, plain_targets
 from coterie.users.sampling import one_thread
 from coterie.users.trees import Tree, described, has_rows, joined, leaves, mapped, n_rows
@@ -34,9 +40,12 @@ AS_ASKED = "as asked"
 class ModelSupport:
     """How the users' batches may be passed through a model."""
 
-    one_by_one: str | None = None  # why users must be taken one by one; None where their batches may share a pass
-    loop: str | None = None  # why rows need a loop over users; None where `torch.func.vmap` can do it
-    not_stacked: str | None = None  # why the model cannot be passed in many copies; None where `vmap` can do it
+    # why users must be taken one by one; None where their batches may share a pass
+    one_by_one: str | None = None
+    # why rows need a loop over users; None where `torch.func.vmap` can do it
+    loop: str | None = None
+    # why the model cannot be passed in many copies; None where `vmap` can do it
+    not_stacked: str | None = None
     moved: frozenset[str] = frozenset()  # the model's buffers that the forward pass changes
     random: bool = False  # whether the forward pass or the loss draws random numbers
 
@@ -53,7 +62,10 @@ class ModelSupport:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch TensorFloat32 off: with it, two ways to compute the same numbers differ by hundredths."""
+    """Switch TensorFloat32 off.
+
+    With it, two ways to compute the same numbers differ by hundredths.
+    """
     places: tuple[Any, Any] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     with one_thread():
         before = [place.allow_tf32 for place in places]
@@ -84,9 +96,17 @@ def warnings_as_errors() -> Iterator[None]:
 
 @full_precision()
 def probe(
-    passes: Passes, x: Tensor, batch: tuple[Tree, Tree], users: Sequence[User], *, together: bool = True
+    passes: Passes,
+    x: Tensor,
+    batch: tuple[Tree, Tree],
+    users: Sequence[User],
+    *,
+    together: bool = True,
 ) -> tuple[Any, ModelSupport]:
-    """Return the output on user 0's batch and how batches may be passed; a misfit is a `ModelError`."""
+    """Return the output on user 0's batch and how batches may be passed.
+
+    A misfit is a `ModelError`.
+    """
     inputs, targets = batch
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
@@ -95,7 +115,9 @@ def probe(
     draws = random_before != _random_state(x.device)
     moved = frozenset(name for name in before if not torch.equal(before[name], buffers[name]))
     if draws:
-        one_by_one: str | None = "the model draws random numbers, which belong to (seed, user, step)"
+        one_by_one: str | None = (
+            "the model draws random numbers, which belong to (seed, user, step)"
+        )
     elif moved:
         one_by_one = "the model moves its buffers, which only user 0 may"
     else:
@@ -118,11 +140,16 @@ def probe(
 
 
 def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
-    """Check that every class of every user has an output; on a GPU a stray one would end the process."""
+    """Check that every class of every user has an output.
+
+    On a GPU a stray one would end the process.
+    """
     if not is_over_classes(loss) or not isinstance(output, Tensor):
         return
     ignored = ignored_class(loss)
-    parts = [(user.name, part) for user in users for part in (user.examples, user.validation, user.test)]
+    parts = [
+        (user.name, part) for user in users for part in (user.examples, user.validation, user.test)
+    ]
     for name, examples in parts:
         targets = plain_targets(examples)
         if targets is None or targets.is_floating_point():
@@ -130,44 +157,63 @@ def check_classes(loss: Loss, output: Any, users: Sequence[User]) -> None:
         stray = targets[(targets != ignored) & ((targets < 0) | (targets >= output.shape[1]))]
         if stray.numel():
             raise ModelError(
-                f"user {name!r} has the class {int(stray[0])}, but the model has outputs for classes 0 "
-                f"to {output.shape[1] - 1}; number the classes from 0 and widen the last layer"
+                f"user {name!r} has the class {int(stray[0])}, but the model has outputs for"
+                f" classes 0 to {output.shape[1] - 1}; number the classes from 0 and widen the last"
+                " layer"
             )
 
 
-def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: dict[str, Tensor]) -> Any:
+def _check_fit(
+    passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: dict[str, Tensor]
+) -> Any:
     """Return the output on a batch once the model takes the inputs and the loss takes the output."""
     try:
         with torch.no_grad():
             output = passes.output(x, inputs, buffers)
     except Exception as error:
         raise ModelError(
-            f"the model does not take user 0's inputs of shape {described(inputs)}: {error}; change the inputs or "
-            "the model"
+            f"the model does not take user 0's inputs of shape {described(inputs)}: {error}; change"
+            " the inputs or the model"
         ) from error
     given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     about = f"the model's output ({given}) does not fit the loss with targets {described(targets)}"
     try:
-        with torch.no_grad(), warnings_as_errors():  # torch only warns where mse_loss would broadcast wrongly
+        # torch only warns where mse_loss would broadcast wrongly
+        with torch.no_grad(), warnings_as_errors():
             loss = passes.loss(output, targets)
     except Exception as error:
-        part = "" if isinstance(output, Tensor) else ", such as `lambda output, y: loss(output.logits, y)`"
-        raise ModelError(f"{about}: {error}; change the last layer, the targets or the loss{part}") from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        got = f"{tuple(loss.shape)} numbers" if isinstance(loss, Tensor) and loss.numel() > 1 else repr(loss)
-        raise ModelError(
-            f"{about}: the loss must return one number, the mean over the batch, got {got}; declare a loss per "
-            "example by `coterie.per_example`"
+        part = (
+            ""
+            if isinstance(output, Tensor)
+            else ", such as `lambda output, y: loss(output.logits, y)`"
         )
-    if isinstance(passes.loss, PerExample) and len(passes.loss.parts(output, targets)[0]) != n_rows(inputs):
         raise ModelError(
-            f"{about}: a loss per example must return one number for each of {n_rows(inputs)} examples"
+            f"{about}: {error}; change the last layer, the targets or the loss{part}"
+        ) from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        got = (
+            f"{tuple(loss.shape)} numbers"
+            if isinstance(loss, Tensor) and loss.numel() > 1
+            else repr(loss)
+        )
+        raise ModelError(
+            f"{about}: the loss must return one number, the mean over the batch, got {got}; declare"
+            " a loss per example by `coterie.per_example`"
+        )
+    if isinstance(passes.loss, PerExample) and len(passes.loss.parts(output, targets)[0]) != n_rows(
+        inputs
+    ):
+        raise ModelError(
+            f"{about}: a loss per example must return one number for each of {n_rows(inputs)}"
+            " examples"
         )
     try:
         passes.single(x, inputs, targets, passes.buffers())
     except Exception as error:
         if not torch.is_grad_enabled():
-            raise ModelError("gradients are off: call it outside of `torch.no_grad` and the like") from error
+            raise ModelError(
+                "gradients are off: call it outside of `torch.no_grad` and the like"
+            ) from error
         raise ModelError(f"the loss of the model's output has no gradient: {error}") from error
     return output
 
@@ -175,10 +221,13 @@ def _check_fit(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, buffers: 
 def _try_evaluation(passes: Passes, x: Tensor, inputs: Tree) -> None:
     """Pass a batch in evaluation mode, in which some models draw random numbers, and not in training."""
     with contextlib.suppress(Exception), torch.no_grad(), evaluation_mode(passes.model):
-        passes.output(x, inputs, passes.buffers())  # what fails is told where the model is evaluated
+        # what fails is told where the model is evaluated
+        passes.output(x, inputs, passes.buffers())
 
 
-def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tree, output: Any, targets: Tree) -> str | None:
+def _why_one_by_one(
+    passes: Passes, x: Tensor, inputs: Tree, output: Any, targets: Tree
+) -> str | None:
     """Return why users' batches may not share a pass, as far as the output shows, or the loss of each example."""
     norms = [module for module in passes.model.modules() if isinstance(module, _BatchNorm)]
     if any(norm.training or norm.running_mean is None for norm in norms):
@@ -192,7 +241,9 @@ def _why_one_by_one(passes: Passes, x: Tensor, inputs: Tree, output: Any, target
     with torch.no_grad():
         half = passes.output(x, some)
         if loss is not None:
-            theirs = mapped(lambda leaf: leaf[:kept], targets) if n > 1 else joined([targets, targets])
+            theirs = (
+                mapped(lambda leaf: leaf[:kept], targets) if n > 1 else joined([targets, targets])
+            )
             half, output = loss.parts(half, theirs)[0], loss.parts(output, targets)[0]
     for ours, whole in zip(leaves(half), leaves(output), strict=True):
         if not torch.allclose(ours[:kept], whole[:kept], rtol=1e-2, atol=1e-4, equal_nan=True):
@@ -218,18 +269,22 @@ def _why_loop(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> str | N
             try:
                 passes.mapped(x, twice, x.new_empty(2, len(x)))
             except Exception as error:  # so may a model
-                why = why or f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
+                why = (
+                    why or f"torch.func.vmap does not take this model: {str(error).splitlines()[0]}"
+                )
             else:
                 return None
     passes.plain_attention = False
     return why
 
 
-def _why_not_stacked(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, loop: str) -> str | None:
+def _why_not_stacked(
+    passes: Passes, x: Tensor, inputs: Tree, targets: Tree, loop: str
+) -> str | None:
     """Return why the model cannot be passed in copies, where it cannot be mapped over batches.
 
-    A model that looks at its inputs, as for a mask that masks nothing, can be mapped over parameters: its batches
-    then go one after the other.
+    A model that looks at its inputs, as for a mask that masks nothing, can be mapped over
+    parameters: its batches then go one after the other.
     """
     points = torch.stack([x, 1.01 * x])
     n = n_rows(inputs)
@@ -256,8 +311,9 @@ def _why_not_stacked(passes: Passes, x: Tensor, inputs: Tree, targets: Tree, loo
 def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> None:
     """Turn rows by layer on where they give two users' gradients as a plain loop does.
 
-    Whatever a model does with its parameters outside its layers, or with the order of examples, changes the
-    gradients. They are compared at a point where no parameter is zero by chance, on examples that differ.
+    Whatever a model does with its parameters outside its layers, or with the order of examples,
+    changes the gradients. They are compared at a point where no parameter is zero by chance, on
+    examples that differ.
     """
     layers = ByLayer(passes.model, passes.parameters)
     if layers.unknown_layer:
@@ -266,15 +322,21 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> Non
         inputs, targets = _with_zeros(inputs), joined([targets, targets])
     even = n_rows(inputs) // 2 * 2
     batch = Batches([0, 1], *(mapped(lambda leaf: leaf[:even], tree) for tree in (inputs, targets)))
-    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
+    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(
+        x.device
+    )
     x = x + 0.1 * x.square().mean().sqrt().clamp(min=0.1) * noise
     try:
         alone = torch.stack([passes.single(x, *one)[0] for one in batch.each()])
         rows = torch.full_like(alone, torch.nan)
         passes.bytes_an_example = passes.write_by_layer(x, layers, [batch], rows)
-    except Exception:  # a layer may be called in a way that is not foreseen; then mapping serves, or a loop
+    except (
+        Exception
+    ):  # a layer may be called in a way that is not foreseen; then mapping serves, or a loop
         return
-    lengths = zip(*(passes.parameters.unflatten(each).values() for each in (rows - alone, alone)), strict=True)
+    lengths = zip(
+        *(passes.parameters.unflatten(each).values() for each in (rows - alone, alone)), strict=True
+    )
     slight = 1e-4 * alone.norm()
     if all(bool(error.norm() <= 1e-2 * size.norm() + slight) for error, size in lengths):
         passes.by_layer = layers

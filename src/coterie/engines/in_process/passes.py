@@ -1,4 +1,7 @@
-"""Passes through a model: the gradient of a batch, of a weighted sum of batches, of each batch on its own."""
+"""Passes through a model.
+
+The gradient of a batch, of a weighted sum of batches, of each batch on its own.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +20,23 @@ from coterie.engines.in_process.sampler import Batches, alike
 from coterie.engines.in_process.weights import Weights, over_counts
 from coterie.evaluation.losses import PerExample, as_loss, known_per_example
 from coterie.gradients.parameters import Parameters
-from coterie.users.trees import Tree, as_arguments, called, each_row, has_rows, joined, mapped, split
+from coterie.users.trees import (
+    Tree,
+    as_arguments,
+    called,
+    each_row,
+    has_rows,
+    joined,
+    mapped,
+    split,
+)
 from coterie.users.user import Loss
 
 MAX_LOOPED_BEFORE_LAYERS = 2
-"""On a CPU up to so many users are taken one by one: a pass by layer for them costs more than it saves."""
+"""On a CPU up to so many users are taken one by one.
+
+A pass by layer for them costs more than it saves.
+"""
 MAX_LOOPED_BEFORE_MAPPING = 8
 """On a CPU up to so many users are taken one by one where only a mapped pass could take them together."""
 MAX_MAPPED_SIZE = 2**17
@@ -33,10 +48,12 @@ Buffers: TypeAlias = dict[str, Tensor] | None
 
 
 class Passes:
-    """The losses and gradients of one model at any flat vector x; the model's parameters are not changed.
+    """The losses and gradients of one model at any flat vector x.
 
-    `memory` is how many bytes one pass for several users' rows may take; by default a share of what is free on a
-    GPU, and on a CPU what stays in its cache.
+    The model's parameters are not changed.
+
+    `memory` is how many bytes one pass for several users' rows may take; by default a share of what
+    is free on a GPU, and on a CPU what stays in its cache.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, memory: int | None = None) -> None:
@@ -44,12 +61,17 @@ class Passes:
         self.memory = memory or _memory(self.parameters.device)
         self._known = known_per_example(self.loss)
         # What `probe` learns about the model:
-        self.per_example: PerExample | None = None  # the loss of each example, where the loss is their mean
+        # the loss of each example, where the loss is their mean
+        self.per_example: PerExample | None = None
         self.vmap_loss = True  # whether the loss can be mapped over users
-        self.whole = False  # whether model and loss are mapped over users, the output having no rows to cut
-        self.plain_attention = False  # whether mapping needs attention as plain products, which PyTorch can map
-        self.batches_apart = False  # whether only copies of the model can be mapped, a batch after the other
-        self.by_layer: ByLayer | None = None  # where each user's gradient can be had from one pass over all
+        # whether model and loss are mapped over users, the output having no rows to cut
+        self.whole = False
+        # whether mapping needs attention as plain products, which PyTorch can map
+        self.plain_attention = False
+        # whether only copies of the model can be mapped, a batch after the other
+        self.batches_apart = False
+        # where each user's gradient can be had from one pass over all
+        self.by_layer: ByLayer | None = None
         self.bytes_an_example = 0  # what that takes
         self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[..., Any]", model)
         self._memory = ReusedMemory()
@@ -57,14 +79,20 @@ class Passes:
 
     def take_over(self, other: "Passes") -> None:
         """Take over what is known of a model and a loss like these."""
-        self.per_example, self.vmap_loss, self.whole = other.per_example, other.vmap_loss, other.whole
+        self.per_example, self.vmap_loss, self.whole = (
+            other.per_example,
+            other.vmap_loss,
+            other.whole,
+        )
         self.by_layer = None if other.by_layer is None else ByLayer(self.model, self.parameters)
         self.bytes_an_example = other.bytes_an_example
 
     def set_forward_options(self, forward_options: ForwardOptions) -> None:
         """Use these options for every pass from now on."""
         self.forward_options = forward_options
-        self._forward = torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
+        self._forward = (
+            torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
+        )
 
     def mappable(self) -> AbstractContextManager[None]:
         """Return a context in which `vmap` takes this model."""
@@ -81,8 +109,9 @@ class Passes:
             counts is not None and not counts.is_cuda and not bool(counts.any())
         ):  # a GPU would have to be waited for
             warnings.warn(
-                f"a batch of {name!r} has nothing to learn from: the loss ignores all its targets. Its gradient is "
-                "zero; leave out the examples without a target, or let batches be larger",
+                f"a batch of {name!r} has nothing to learn from: the loss ignores all its targets."
+                " Its gradient is zero; leave out the examples without a target, or let batches be"
+                " larger",
                 stacklevel=2,
             )
 
@@ -94,14 +123,23 @@ class Passes:
         """Return the model's output at x; `buffers` becomes what the pass leaves in them."""
         return self._output(self._leaves(x), inputs, buffers)
 
-    def single(self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None) -> tuple[Tensor, Tensor]:
-        """Return the gradient and the loss of one batch; `buffers` becomes what the pass leaves in them."""
+    def single(
+        self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient and the loss of one batch.
+
+        `buffers` becomes what the pass leaves in them.
+        """
         leaves = self._leaves(x)
         loss = self.loss(self._output(leaves, inputs, buffers), targets)
         return self._gradient(loss, leaves), loss.detach()
 
-    def each_example(self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None) -> Tensor:
-        """Return the gradient of each example as a batch of its own, one a row; by `vmap`, so that none can mix.
+    def each_example(
+        self, x: Tensor, inputs: Tree, targets: Tree, buffers: Buffers = None
+    ) -> Tensor:
+        """Return the gradient of each example as a batch of its own, one a row.
+
+        By `vmap`, so that none can mix.
 
         All examples have the same random numbers, so that none draws what another would have drawn.
         """
@@ -118,9 +156,9 @@ class Passes:
     def average(self, x: Tensor, batches: Sequence[Batches], weights: Weights) -> Tensor:
         """Return the gradient of Σ τ_k loss_k in one pass over all users' batches.
 
-        Where the loss is the mean over examples, an example of user k has the weight τ_k over the size of its
-        batch, or over what the examples in it count. Any other loss is computed for each user on its cut of the
-        output.
+        Where the loss is the mean over examples, an example of user k has the weight τ_k over the
+        size of its batch, or over what the examples in it count. Any other loss is computed for
+        each user on its cut of the output.
         """
         groups = alike(batches)
         if len(groups) > 1:  # as a data set made them, of unequal sizes
@@ -132,7 +170,9 @@ class Passes:
             return self._gradient(weights.users @ losses, leaves)
         output = self._output(leaves, joined([batch.inputs for batch in batches]))
         if self.per_example is not None:
-            losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
+            losses, counts = self.per_example.parts(
+                output, joined([batch.targets for batch in batches])
+            )
             shares = weights.examples if counts is None else weights.users_over(batches, counts)
             return self._gradient(shares @ losses, leaves)
         cuts = zip(batches, split(output, [batch.n for batch in batches]), strict=True)
@@ -146,21 +186,29 @@ class Passes:
         """
         users = sum(len(batch.positions) for batch in batches)
         if users == 1:
-            return self.single(x if x.ndim == 1 else x[0], batches[0].inputs, batches[0].targets)[0].unsqueeze(0)
+            return self.single(x if x.ndim == 1 else x[0], batches[0].inputs, batches[0].targets)[
+                0
+            ].unsqueeze(0)
         rows, done = self._memory.empty((users, self.parameters.size), x), 0
         for some in self._parts(x, batches):
             theirs = slice(done, done := done + sum(len(batch.positions) for batch in some))
             self._write_rows(x, some, rows[theirs])
         if len(batches) == 1:
             return rows
-        return torch.index_select(rows, 0, self._order(batches, x.device), out=self._memory.empty(rows.shape, x))
+        return torch.index_select(
+            rows, 0, self._order(batches, x.device), out=self._memory.empty(rows.shape, x)
+        )
 
     def _parts(self, x: Tensor, batches: Sequence[Batches]) -> Sequence[Sequence[Batches]]:
         """Return the batches of one pass after the other."""
         row = self.parameters.size * self.parameters.dtype.itemsize
         by_layer = self.by_layer is not None and x.ndim == 1
         takes = [row + (self.bytes_an_example * batch.size if by_layer else 0) for batch in batches]
-        if by_layer and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True)) <= self.memory:
+        if (
+            by_layer
+            and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True))
+            <= self.memory
+        ):
             return alike(batches)
         each = zip(batches, takes, strict=True)
         return [[part] for batch, taken in each for part in batch.cut(max(1, self.memory // taken))]
@@ -169,18 +217,26 @@ class Passes:
         """Write some users' gradients in the way that suits them, which goes by sizes alone."""
         users, d = rows.shape
         on_cpu = rows.device.type == "cpu"
-        if x.ndim == 1 and self.by_layer is not None and users > (MAX_LOOPED_BEFORE_LAYERS if on_cpu else 1):
+        if (
+            x.ndim == 1
+            and self.by_layer is not None
+            and users > (MAX_LOOPED_BEFORE_LAYERS if on_cpu else 1)
+        ):
             self.write_by_layer(x, self.by_layer, batches, rows)
         elif users == 1 or (on_cpu and (users <= MAX_LOOPED_BEFORE_MAPPING or d > MAX_MAPPED_SIZE)):
             self._one_by_one(x, batches, rows)
         else:
             self.mapped(x, batches[0], rows)
 
-    def write_by_layer(self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], rows: Tensor) -> int:
+    def write_by_layer(
+        self, x: Tensor, layers: ByLayer, batches: Sequence[Batches], rows: Tensor
+    ) -> int:
         """Write every user's gradient in one pass; see `ByLayer.backward`."""
 
         def loss() -> Tensor:
-            output = self._output(self._leaves(x), joined([batch.inputs for batch in batches]), watched=True)
+            output = self._output(
+                self._leaves(x), joined([batch.inputs for batch in batches]), watched=True
+            )
             lengths = [batch.n for batch in batches]
             if not has_rows(output, sum(lengths)):  # the loss has them
                 return self._sum(batches, output)
@@ -193,18 +249,32 @@ class Passes:
         """Return the sum of some users' losses."""
         if self.per_example is None:
             return torch.cat([self._losses(batch, output) for batch in batches]).sum()
-        losses, counts = self.per_example.parts(output, joined([batch.targets for batch in batches]))
-        each = None if counts is None else torch.split(counts.to(losses), [batch.n for batch in batches])
+        losses, counts = self.per_example.parts(
+            output, joined([batch.targets for batch in batches])
+        )
+        each = (
+            None
+            if counts is None
+            else torch.split(counts.to(losses), [batch.n for batch in batches])
+        )
         if each is None and len(batches) == 1:
             return losses.sum() / batches[0].size
         shares = [
-            losses.new_full((batch.n,), 1 / batch.size) if each is None else over_counts(batch, each[place])
+            (
+                losses.new_full((batch.n,), 1 / batch.size)
+                if each is None
+                else over_counts(batch, each[place])
+            )
             for place, batch in enumerate(batches)
         ]
         return torch.cat(shares) @ losses
 
     def _one_by_one(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
-        users = ((position, one) for b in batches for position, one in zip(b.positions, b.each(), strict=True))
+        users = (
+            (position, one)
+            for b in batches
+            for position, one in zip(b.positions, b.each(), strict=True)
+        )
         for row, (position, one) in zip(rows, users, strict=True):
             row.copy_(self.single(x if x.ndim == 1 else x[position], *one)[0])
 
@@ -248,19 +318,32 @@ class Passes:
         """Return what to differentiate by: the model's own parameters where they are views of x."""
         if self.parameters.are_views_of(x):
             return self.parameters.named
-        return {name: view.requires_grad_() for name, view in self.parameters.unflatten(x.detach()).items()}
+        return {
+            name: view.requires_grad_()
+            for name, view in self.parameters.unflatten(x.detach()).items()
+        }
 
     def _output(
-        self, leaves: Mapping[str, Tensor], inputs: Tree, buffers: Buffers = None, *, watched: bool = False
+        self,
+        leaves: Mapping[str, Tensor],
+        inputs: Tree,
+        buffers: Buffers = None,
+        *,
+        watched: bool = False,
     ) -> Any:
-        """Return the model's output; one whose layers are watched is not compiled, which would leave them out."""
+        """Return the model's output.
+
+        One whose layers are watched is not compiled, which would leave them out.
+        """
         if leaves is self.parameters.named and not buffers:
             # This spares the tenth of a millisecond that `functional_call` takes.
             forward = self.model if watched else self._forward
             return self.forward_options.through(lambda i: called(forward, i), inputs)
         values = {**leaves, **(buffers or {})}
         output = self._called(values, inputs)
-        if buffers:  # a module may assign a buffer anew, which `functional_call` writes back to `values`
+        if (
+            buffers
+        ):  # a module may assign a buffer anew, which `functional_call` writes back to `values`
             buffers.update({name: values[name].detach() for name in buffers})
         return output
 
@@ -274,7 +357,8 @@ class Passes:
         return self.forward_options.through(forward, inputs)
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
-        # On a GPU autograd hands the backward pass to another thread, which costs more than a small pass takes.
+        # On a GPU autograd hands the backward pass to another thread, which costs more than a small
+        # pass takes.
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         return self.parameters.flatten(zeros_for_none(gradients, leaves.values()))
@@ -282,11 +366,17 @@ class Passes:
 
 def zeros_for_none(gradients: Iterable[Tensor | None], leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return gradients, with zeros by what the loss does not depend on."""
-    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
+    return [
+        torch.zeros_like(leaf) if g is None else g
+        for g, leaf in zip(gradients, leaves, strict=True)
+    ]
 
 
 def _memory(device: torch.device) -> int:
-    """Return how many bytes a pass may take: a quarter of a GPU's free memory, on a CPU about its cache."""
+    """Return how many bytes a pass may take.
+
+    A quarter of a GPU's free memory, on a CPU about its cache.
+    """
     if device.type != "cuda":
         return 2**25
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

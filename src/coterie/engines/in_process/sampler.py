@@ -16,12 +16,18 @@ from coterie.users.trees import Tree, each_row, form, joined, mapped, n_rows, sp
 from coterie.users.user import User
 
 MAX_KEPT_SELECTIONS = 4
-"""For how many selections of peers indices are kept; a method may ask all users and user 0 alone in turn."""
+"""For how many selections of peers indices are kept.
+
+A method may ask all users and user 0 alone in turn.
+"""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of one size and form, one after the other: inputs and targets of shape (users × size, …)."""
+    """Batches of one size and form, one after the other.
+
+    Inputs and targets of shape (users × size, …).
+    """
 
     positions: Sequence[int]  # where their users stand among the peers asked
     inputs: Tree
@@ -44,14 +50,20 @@ class Batches:
     def each(self) -> Iterator[tuple[Tree, Tree]]:
         """Return one user's inputs and targets after the other's."""
         users = len(self.positions)
-        inputs, targets = (each_row(self.by_user(tree), users) for tree in (self.inputs, self.targets))
+        inputs, targets = (
+            each_row(self.by_user(tree), users) for tree in (self.inputs, self.targets)
+        )
         return zip(inputs, targets, strict=True)
 
     def cut(self, users: int) -> list[Self]:
         """Return the batches of as many users at a time."""
-        positions = [self.positions[start : start + users] for start in range(0, len(self.positions), users)]
+        positions = [
+            self.positions[start : start + users] for start in range(0, len(self.positions), users)
+        ]
         lengths = [len(some) * self.size for some in positions]
-        cuts = zip(positions, split(self.inputs, lengths), split(self.targets, lengths), strict=True)
+        cuts = zip(
+            positions, split(self.inputs, lengths), split(self.targets, lengths), strict=True
+        )
         return [replace(self, positions=some, inputs=i, targets=t) for some, i, t in cuts]
 
 
@@ -59,15 +71,22 @@ def alike(batches: Sequence[Batches]) -> list[list[Batches]]:
     """Return those that can be joined, one such group after the other."""
     if len(batches) == 1:
         return [list(batches)]
-    return [list(some) for _, some in groupby(batches, key=lambda b: (form(b.inputs), form(b.targets)))]
+    return [
+        list(some) for _, some in groupby(batches, key=lambda b: (form(b.inputs), form(b.targets)))
+    ]
 
 
 def with_own(own: tuple[Tree, Tree], batches: Sequence[Batches]) -> list[Batches]:
     """Return user 0's batch at position 0, joined with those of its size, and the peers' at positions after it."""
     mine = Batches([0], *own)
-    after = [replace(batch, positions=[position + 1 for position in batch.positions]) for batch in batches]
+    after = [
+        replace(batch, positions=[position + 1 for position in batch.positions])
+        for batch in batches
+    ]
     same = [mine, *(batch for batch in after if batch.size == mine.size)]
-    inputs, targets = (joined(trees) for trees in zip(*((b.inputs, b.targets) for b in same), strict=True))
+    inputs, targets = (
+        joined(trees) for trees in zip(*((b.inputs, b.targets) for b in same), strict=True)
+    )
     whole = Batches([position for batch in same for position in batch.positions], inputs, targets)
     return [whole, *(batch for batch in after if batch.size != mine.size)]
 
@@ -88,7 +107,8 @@ class _Group:
 class BatchSampler:
     """Draw everybody's batches: of users in memory by one look-up in a pool of all examples.
 
-    Each batch is the one that `User.batch` gives. The peers' examples must have the shape and dtype of user 0's.
+    Each batch is the one that `User.batch` gives. The peers' examples must have the shape and dtype
+    of user 0's.
     """
 
     def __init__(
@@ -105,9 +125,13 @@ class BatchSampler:
         self._offsets: dict[str, int] = {}
         self._groups: dict[tuple[str, ...], list[_Group]] = {}
         self._tables: dict[tuple[str, ...], IndexTable] = {}
-        held = [user.examples for user in self.users.values() if isinstance(user.examples, InMemory)]
+        held = [
+            user.examples for user in self.users.values() if isinstance(user.examples, InMemory)
+        ]
         if len(held) == len(self.users):
-            self._pool = InMemory(*(together(torch.cat, each) for each in zip(*map(_parts, held), strict=True)))
+            self._pool = InMemory(
+                *(together(torch.cat, each) for each in zip(*map(_parts, held), strict=True))
+            )
             ends = torch.tensor([len(e) for e in held]).cumsum(0).tolist()
             for user, end in zip(self.users.values(), ends, strict=True):
                 cut = slice(end - len(user), end)
@@ -127,7 +151,9 @@ class BatchSampler:
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
         if self._pool is None:
-            read = [batches for group in self._grouped(names)[1:] for batches in self._read(group, step)]
+            read = [
+                batches for group in self._grouped(names)[1:] for batches in self._read(group, step)
+            ]
             return self.one(self.me.name, step), read
         return self.at(names, self._table(names).row(step, self.device))
 
@@ -148,7 +174,9 @@ class BatchSampler:
         inputs, targets = self._pool.take(indices)
         lengths = [group.size * len(group.users) for group in groups]
         own, *others = zip(split(inputs, lengths), split(targets, lengths), strict=True)
-        return own, [Batches(g.positions, *batch) for g, batch in zip(groups[1:], others, strict=True)]
+        return own, [
+            Batches(g.positions, *batch) for g, batch in zip(groups[1:], others, strict=True)
+        ]
 
     def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
         """Return user 0 as a group of its own, then the peers by the size of their batches."""
@@ -169,20 +197,27 @@ class BatchSampler:
                 self._groups.clear()
             users = [(user, group.size) for group in self._grouped(names) for user in group.users]
             streams = [
-                BatchStream(random_key(self.seed, user.name), len(user), size, self._offsets[user.name])
+                BatchStream(
+                    random_key(self.seed, user.name), len(user), size, self._offsets[user.name]
+                )
                 for user, size in users
             ]
             self._tables[names] = IndexTable(streams)
         return self._tables[names]
 
     def _read(self, group: _Group, step: int) -> list[Batches]:
-        """Return the users' batches as they are read; those that a data set made of another form apart."""
+        """Return the users' batches as they are read.
+
+        Those that a data set made of another form apart.
+        """
         alike: dict[Any, list[tuple[int, tuple[Tree, Tree]]]] = {}
         for position, user in zip(group.positions, group.users, strict=True):
             batch = self.one(user.name, step)
             alike.setdefault(form(batch), []).append((position, batch))
         return [
-            Batches([k for k, _ in some], *map(joined, zip(*(pair for _, pair in some), strict=True)))
+            Batches(
+                [k for k, _ in some], *map(joined, zip(*(pair for _, pair in some), strict=True))
+            )
             for some in alike.values()
         ]
 
@@ -199,8 +234,8 @@ def check_alike(me: User, others: Examples | None, whose: str) -> None:
         ours, other = getattr(me.examples, what), getattr(others, what)
         if form(ours) != form(other):
             raise DataError(
-                f"the {what} of {whose} ({_form(other)}) are not like those of {me.name!r} ({_form(ours)}); "
-                "prepare both in the same way"
+                f"the {what} of {whose} ({_form(other)}) are not like those of {me.name!r}"
+                f" ({_form(ours)}); prepare both in the same way"
             )
 
 

@@ -1,9 +1,12 @@
-"""The one operator of users in this process: gradients of weighted sums of users' losses at many points.
+"""The one operator of users in this process.
 
-A column is a user, or a part of one's examples, with its batch of every step; a row is a point with a weight for
-each column. What `sums` gives at a point is Σ w_u ∇f_u: a user's own gradient where one column has weight, the
-peers' weighted sum where they have. Points that need nearly the same batches share them, columns of weight zero are
-not passed over, and points go through the model in as few passes as memory allows (`Copies`).
+Gradients of weighted sums of users' losses at many points.
+
+A column is a user, or a part of one's examples, with its batch of every step; a row is a point with
+a weight for each column. What `sums` gives at a point is Σ w_u ∇f_u: a user's own gradient where
+one column has weight, the peers' weighted sum where they have. Points that need nearly the same
+batches share them, columns of weight zero are not passed over, and points go through the model in
+as few passes as memory allows (`Copies`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +27,10 @@ from coterie.users.user import User
 T = TypeVar("T")
 
 MAX_EXTRA_EXAMPLES = 1.25
-"""Points share a group where that passes at most this many times the examples that one needs; the rest weigh 0."""
+"""Points share a group where that passes at most this many times the examples that one needs.
+
+The rest weigh 0.
+"""
 A_PASS = 512
 """To pass over so many more examples takes about as long as to begin another pass."""
 MAX_LAYOUTS = 8
@@ -32,7 +38,10 @@ MAX_LAYOUTS = 8
 
 
 class ExamplePool:
-    """The examples of many users, alike and in memory, in one place; what several users share is kept once."""
+    """The examples of many users, alike and in memory, in one place.
+
+    What several users share is kept once.
+    """
 
     def __init__(self, users: Iterable[User], device: torch.device) -> None:
         self._first: dict[int, int] = {}
@@ -48,12 +57,19 @@ class ExamplePool:
                 held.append(user.examples)
                 total += len(user)
             self._first[id(user.examples)] = known[mark]
-        inputs, targets = (joined(each) for each in zip(*((e.inputs, e.targets) for e in held), strict=True))
+        inputs, targets = (
+            joined(each) for each in zip(*((e.inputs, e.targets) for e in held), strict=True)
+        )
         self.examples = InMemory(inputs, targets).to(device)
-        self.places = torch.arange(total)  # where each of the examples that streams count stands in the pool
+        # where each of the examples that streams count stands in the pool
+        self.places = torch.arange(total)
 
-    def stream(self, user: User, batch_size: int, seed: int, part: Tensor | None = None) -> BatchStream:
-        """Return a user's batches under a seed, those of `User.batch`; or those of a user with a part only.
+    def stream(
+        self, user: User, batch_size: int, seed: int, part: Tensor | None = None
+    ) -> BatchStream:
+        """Return a user's batches under a seed, those of `User.batch`.
+
+        Or those of a user with a part only.
 
         `part`, of shape (n,), says which of the examples it has.
         """
@@ -142,13 +158,17 @@ class StackedSums:
             weights: what each column weighs.
             drawn: the examples of a step.
             origins: the point of each row of weights, (Q,); the one in its place when None.
-            asked: which columns are passed over, (Q, U), for weights that change while a captured step goes on;
-                those of weights that are not zero when None.
+            asked: which columns are passed over, (Q, U), for weights that change while a captured
+                step goes on; those of weights that are not zero when None.
         """
         layout = self._layout(weights if asked is None else asked)
         out = self._empty((len(weights), self.like.numel()))
         losses = self.like.new_empty(len(weights))
-        shares = layout.shares if asked is None else [self._shares(each, weights) for each in layout.passes]
+        shares = (
+            layout.shares
+            if asked is None
+            else [self._shares(each, weights) for each in layout.passes]
+        )
         for each, plain in zip(layout.passes, shares, strict=True):
             copies = plain.shape[1]
             inputs, targets = self._batches(each, drawn)
@@ -167,8 +187,12 @@ class StackedSums:
         """Return the gradient of each of these columns at each point, of shape (P, columns, d)."""
         key = len(points), tuple(columns)
         if key not in self._each:
-            weights = torch.eye(len(self.streams))[list(columns)].repeat(len(points), 1).to(self.like)
-            origins = torch.arange(len(points), device=weights.device).repeat_interleave(len(columns))
+            weights = (
+                torch.eye(len(self.streams))[list(columns)].repeat(len(points), 1).to(self.like)
+            )
+            origins = torch.arange(len(points), device=weights.device).repeat_interleave(
+                len(columns)
+            )
             self._each[key] = weights, origins
         weights, origins = self._each[key]
         rows, _ = self.sums(points, weights, drawn, origins=origins)
@@ -176,17 +200,26 @@ class StackedSums:
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor to be filled; for a large model in memory that was used so before."""
-        return self._memory.empty(shape, self.like) if self.copies.one_by_one else self.like.new_empty(shape)
+        return (
+            self._memory.empty(shape, self.like)
+            if self.copies.one_by_one
+            else self.like.new_empty(shape)
+        )
 
     def _batches(self, each: _Pass, drawn: Tensor) -> tuple[Tree, Tree]:
         """Return inputs and targets of a pass, of shape (G, R, …)."""
         groups, rows = each.rows.shape
         taken = self.pool.examples.take(self._places[drawn[each.rows.flatten()]])
-        inputs, targets = (mapped(lambda leaf: leaf.view(groups, rows, *leaf.shape[1:]), t) for t in taken)
+        inputs, targets = (
+            mapped(lambda leaf: leaf.view(groups, rows, *leaf.shape[1:]), t) for t in taken
+        )
         return inputs, targets
 
     def _shares(self, each: _Pass, weights: Tensor) -> Tensor:
-        """Return what each example weighs at each point, (G, M, R): its column's weight over the batch's size."""
+        """Return what each example weighs at each point, (G, M, R).
+
+        Its column's weight over the batch's size.
+        """
         whose = self._whose[each.rows]
         mine = weights.index_select(0, each.outputs).view(len(whose), -1, weights.shape[1])
         over = each.there / self._sizes[whose]
@@ -195,7 +228,11 @@ class StackedSums:
     def _counted(self, shares: Tensor, each: _Pass, counts: Tensor) -> Tensor:
         """Return shares where examples count (G, R) differently in the mean over their column's batch."""
         whose, counts = self._whose[each.rows], counts.to(shares) * each.there
-        totals = counts.new_zeros(len(counts), len(self.streams)).scatter_add_(1, whose, counts).gather(1, whose)
+        totals = (
+            counts.new_zeros(len(counts), len(self.streams))
+            .scatter_add_(1, whose, counts)
+            .gather(1, whose)
+        )
         return shares * torch.where(totals == 0, 0.0, self._sizes[whose] / totals)[:, None]
 
     def _layout(self, weights: Tensor) -> _Layout:
@@ -204,8 +241,12 @@ class StackedSums:
             if layout.weights is weights and layout.version == weights._version:
                 return layout
         passes = self._passes((weights != 0).cpu())
-        fresh = _Layout(weights, weights._version, passes, [self._shares(each, weights) for each in passes])
-        self._layouts = [fresh, *(each for each in self._layouts if each.weights is not weights)][:MAX_LAYOUTS]
+        fresh = _Layout(
+            weights, weights._version, passes, [self._shares(each, weights) for each in passes]
+        )
+        self._layouts = [fresh, *(each for each in self._layouts if each.weights is not weights)][
+            :MAX_LAYOUTS
+        ]
         return fresh
 
     def _passes(self, asked: Tensor) -> list[_Pass]:
@@ -242,7 +283,11 @@ class StackedSums:
                 for place, (_, there, least) in enumerate(groups):
                     union = self._rows(there.keys() | set(wanted))
                     if union <= MAX_EXTRA_EXAMPLES * min(rows, least):
-                        groups[place] = (groups[place][0], there | dict.fromkeys(wanted), min(rows, least))
+                        groups[place] = (
+                            groups[place][0],
+                            there | dict.fromkeys(wanted),
+                            min(rows, least),
+                        )
                         known[wanted] = place
                         break
                 else:
@@ -267,9 +312,16 @@ class StackedSums:
         return parts
 
     def _pass(self, groups: Sequence[tuple[Sequence[int], list[int]]]) -> _Pass:
-        """Return groups of as many points each as one pass; short ones are filled with an example that weighs 0."""
+        """Return groups of as many points each as one pass.
+
+        Short ones are filled with an example that weighs 0.
+        """
         each = [
-            [row for u in columns for row in range(self._begins[u], self._begins[u] + self.streams[u].size)]
+            [
+                row
+                for u in columns
+                for row in range(self._begins[u], self._begins[u] + self.streams[u].size)
+            ]
             for _, columns in groups
         ]
         widest, device = max(1, *map(len, each)), self.like.device

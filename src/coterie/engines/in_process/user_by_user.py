@@ -1,4 +1,7 @@
-"""Users taken one after the other, each as in a process of its own: its random numbers, and the model's buffers."""
+"""Users taken one after the other, each as in a process of its own.
+
+Its random numbers, and the model's buffers.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -23,8 +26,8 @@ from coterie.users.trees import Tree
 class UserByUser:
     """The gradients and losses of one user at a time.
 
-    A random model draws what belongs to (seed, user, step). Every pass begins with the model's buffers, and what it
-    leaves in them is returned; only `keep_buffers` moves the model's.
+    A random model draws what belongs to (seed, user, step). Every pass begins with the model's
+    buffers, and what it leaves in them is returned; only `keep_buffers` moves the model's.
     """
 
     def __init__(self, passes: Passes, sampler: BatchSampler, support: ModelSupport) -> None:
@@ -70,4 +73,6 @@ class UserByUser:
                 buffer.copy_(buffers[name])
 
     def _seeded(self, name: str, step: int, device: torch.device) -> AbstractContextManager[None]:
-        return seeded(self.sampler.seed, name, step, device) if self.support.random else nullcontext()
+        return (
+            seeded(self.sampler.seed, name, step, device) if self.support.random else nullcontext()
+        )

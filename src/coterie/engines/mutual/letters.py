@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 ARRAY = "array"
-"""In the text, the one entry of what stands for an array: its type, its shape, and where it begins."""
+"""In the text, the one entry of what stands for an array.
+
+Its type, its shape, and where it begins.
+"""
 _HEAD = 8
 _ALIGNED = 64
 _KINDS = "fiub"
 
 
 def packed(content: Any) -> Tensor:
-    """Return a letter, of bytes: the length of its text, the text, and the arrays, each where it can be read.
+    """Return a letter, of bytes.
+
+    The length of its text, the text, and the arrays, each where it can be read.
 
     Example:
         >>> letter = packed({"step": 3, "points": np.eye(2, dtype=np.float32)})
@@ -74,6 +79,10 @@ def _read(content: Any, data: memoryview) -> Any:
     kind, shape, begin = content[ARRAY]
     dtype = np.dtype(str(kind))
     whole = all(type(number) is int and number >= 0 for number in [*shape, begin])
-    if dtype.kind not in _KINDS or not whole or begin + math.prod(shape) * dtype.itemsize > len(data):
+    if (
+        dtype.kind not in _KINDS
+        or not whole
+        or begin + math.prod(shape) * dtype.itemsize > len(data)
+    ):
         raise ValueError("a letter describes an array that it does not hold")
     return np.ndarray(tuple(shape), dtype, data, begin)

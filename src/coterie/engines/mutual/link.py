@@ -44,7 +44,9 @@ class Link:
         longest: how many bytes a letter may have.
     """
 
-    def __init__(self, pair: Pair, other: int, seals: tuple[Seal, Seal] | None, longest: int) -> None:
+    def __init__(
+        self, pair: Pair, other: int, seals: tuple[Seal, Seal] | None, longest: int
+    ) -> None:
         self._pair, self._other, self._seals, self._longest = pair, other, seals, longest
         self._outbox: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
@@ -55,7 +57,10 @@ class Link:
         self._outbox.put(letter)
 
     def read(self) -> Tensor:
-        """Wait for a letter, and return it; `PeerLost` where none can come any more, or where it is forged."""
+        """Wait for a letter, and return it.
+
+        `PeerLost` where none can come any more, or where it is forged.
+        """
         while True:
             head = self._received(torch.zeros(_SIZE + TAG_BYTES, dtype=torch.uint8), _HEADS)
             size = int.from_bytes(bytes(head[:_SIZE].tolist()), "little")
@@ -73,7 +78,8 @@ class Link:
         """Send what is left to send, and cut the connection, which both ends notice at once."""
         self._outbox.put(None)
         self._writer.join(1.0)
-        with contextlib.suppress(RuntimeError):  # a wait that fails closes all connections of a group
+        # a wait that fails closes all connections of a group
+        with contextlib.suppress(RuntimeError):
             nothing = torch.zeros(1, dtype=torch.uint8)
             self._pair.recv([nothing], self._other, _NOTHING).wait(timedelta(milliseconds=1))
 
@@ -95,7 +101,9 @@ class Link:
             if letter is None:
                 return
             head = torch.zeros(_SIZE + TAG_BYTES, dtype=torch.uint8)
-            head[:_SIZE] = torch.tensor(list(len(letter).to_bytes(_SIZE, "little")), dtype=torch.uint8)
+            head[:_SIZE] = torch.tensor(
+                list(len(letter).to_bytes(_SIZE, "little")), dtype=torch.uint8
+            )
             if self._seals is not None:
                 head[_SIZE:] = self._seals[0].tag(letter)
             parts = [(head, _HEADS), (letter, _BODIES)] if len(letter) else [(head, _HEADS)]

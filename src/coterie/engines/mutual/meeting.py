@@ -1,8 +1,10 @@
-"""How processes find each other, at first and again: by notes in a store, which may be lost and come back.
+"""How processes find each other, at first and again.
 
-Every process says in notes who it is, with a token that is new whenever it starts. Of two, the one with the higher
-rank asks for a link and the other agrees; then both connect. Where the keeper of the store was lost and is back,
-everybody leaves its notes again.
+By notes in a store, which may be lost and come back.
+
+Every process says in notes who it is, with a token that is new whenever it starts. Of two, the one
+with the higher rank asks for a link and the other agrees; then both connect. Where the keeper of
+the store was lost and is back, everybody leaves its notes again.
 """
 
 import contextlib
@@ -51,8 +53,12 @@ class Meeting:
         if self.place.keeps_store:
             self.place.keep(timedelta(seconds=patience), all_come=False)
 
-    def exchange(self, subject: str, mine: Mapping[str, Any], **entries: Any) -> dict[int, dict[str, Any]]:
-        """Say something on a subject, and return what the others say, by rank; `PeerLost` where one does not come.
+    def exchange(
+        self, subject: str, mine: Mapping[str, Any], **entries: Any
+    ) -> dict[int, dict[str, Any]]:
+        """Say something on a subject, and return what the others say, by rank.
+
+        `PeerLost` where one does not come.
 
         Args:
             subject: what it is about.
@@ -60,9 +66,15 @@ class Meeting:
             entries: of which type each entry of a note is.
         """
         self.said[subject] = dict(mine)
-        notes, heard, end = Notes(self), dict[int, dict[str, Any]](), time.monotonic() + self.patience
+        notes, heard, end = (
+            Notes(self),
+            dict[int, dict[str, Any]](),
+            time.monotonic() + self.patience,
+        )
         while missing := [rank for rank in self.place.others if rank not in heard]:
-            said = {rank: notes.read(f"{subject}/{rank}", f"rank {rank}", **entries) for rank in missing}
+            said = {
+                rank: notes.read(f"{subject}/{rank}", f"rank {rank}", **entries) for rank in missing
+            }
             heard |= {rank: note for rank, note in said.items() if note is not None}
             if len(heard) < self.place.size - 1:
                 if time.monotonic() > end:
@@ -73,22 +85,29 @@ class Meeting:
     def _not_come(self, missing: Sequence[int]) -> PeerLost:
         names = [f"rank {rank}" for rank in missing]
         return PeerLost(
-            f"{', '.join(names)} did not come within {self.patience:g} s; start all {self.place.size} processes, "
-            "with the same MASTER_ADDR and MASTER_PORT",
+            f"{', '.join(names)} did not come within {self.patience:g} s; start all"
+            f" {self.place.size} processes, with the same MASTER_ADDR and MASTER_PORT",
             names,
         )
 
 
 class Notes:
-    """One thread's connection to the store. What cannot be read or left now is tried again later."""
+    """One thread's connection to the store.
+
+    What cannot be read or left now is tried again later.
+    """
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self._group: Group | None = None
         self._tried: dict[str, int] = {}  # by the two processes, how many links they have agreed on
 
-    def link_to(self, other: int, goes_on: Callable[[], bool]) -> tuple[Pair, tuple[Seal, Seal] | None] | None:
-        """Connect with another process once both are there; None where this should not go on any more.
+    def link_to(
+        self, other: int, goes_on: Callable[[], bool]
+    ) -> tuple[Pair, tuple[Seal, Seal] | None] | None:
+        """Connect with another process once both are there.
+
+        None where this should not go on any more.
 
         The other is rank 1 of the two where it has the higher rank, else rank 0.
         """
@@ -123,7 +142,11 @@ class Notes:
         else:
             wanted = tried + 1
             while self._number(f"{two}/go/{wanted}", other) is None:
-                if not goes_on() or self._hello_of(other) != hello or not self._leave(f"{two}/want", wanted):
+                if (
+                    not goes_on()
+                    or self._hello_of(other) != hello
+                    or not self._leave(f"{two}/want", wanted)
+                ):
                     return None
                 time.sleep(POLL)
         self._tried[two] = wanted
@@ -131,13 +154,19 @@ class Notes:
 
     def _seals(self, name: str, mine: int) -> tuple[Seal, Seal] | None:
         secret = self.meeting.secret
-        return None if secret is None else (Seal(secret, f"{name}/{mine}"), Seal(secret, f"{name}/{1 - mine}"))
+        return (
+            None
+            if secret is None
+            else (Seal(secret, f"{name}/{mine}"), Seal(secret, f"{name}/{1 - mine}"))
+        )
 
     def read(self, key: str, whose: str, kind: type = dict, /, **entries: Any) -> Any:
         """Return a note, see `Group.read_note`; None while it is not there."""
 
         def read(group: Group) -> Any:
-            return group.read_note(key, whose, kind, **entries) if group.store.check([key]) else None
+            return (
+                group.read_note(key, whose, kind, **entries) if group.store.check([key]) else None
+            )
 
         return self._in_touch(read)
 
@@ -159,7 +188,10 @@ class Notes:
         return bool(self._in_touch(leave))
 
     def _in_touch(self, do: Callable[[Group], Any]) -> Any:
-        """Return what is done with the notes, this process's own among them; None where the store is gone now."""
+        """Return what is done with the notes, this process's own among them.
+
+        None where the store is gone now.
+        """
         try:
             if self._group is None:
                 self._group = self._opened()
@@ -170,7 +202,9 @@ class Notes:
 
     def _opened(self) -> Group:
         meeting, place = self.meeting, self.meeting.place
-        store = PrefixStore(f"everyone {meeting.number}", place.reach(timedelta(seconds=CONNECTING)))
+        store = PrefixStore(
+            f"everyone {meeting.number}", place.reach(timedelta(seconds=CONNECTING))
+        )
         group = Group(store, place.rank, place.size, CONNECTING, meeting.secret, meeting.number)
         for subject, note in meeting.said.items():
             group.leave_note(f"{subject}/{place.rank}", note)

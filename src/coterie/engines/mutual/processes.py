@@ -1,4 +1,7 @@
-"""The other processes, seen from one of them: it asks them, and answers what they ask, until all are done."""
+"""The other processes, seen from one of them.
+
+It asks them, and answers what they ask, until all are done.
+"""
 
 import atexit
 import itertools
@@ -29,7 +32,10 @@ LAST_THREAD = "coterie answers the others"
 """The thread that ends when all are done."""
 _WAITING_IS_TOLD_AFTER = 5.0
 _ENDING = 2.0
-"""Seconds that threads have to end once links are cut: one that comes back from gloo while Python ends aborts."""
+"""Seconds that threads have to end once links are cut.
+
+One that comes back from gloo while Python ends aborts.
+"""
 
 
 class Mate:
@@ -86,14 +92,19 @@ class Mate:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The answers of several processes, as they come; see `coterie.engines.remote.sites.Replies`."""
+    """The answers of several processes, as they come.
+
+    See `coterie.engines.remote.sites.Replies`.
+    """
 
     answers: Mapping[str, futures.Future[Any]]
     end: float  # by `time.monotonic`
 
     def done(self) -> bool:
         """Say whether every process has answered, is lost or has run out of time."""
-        return time.monotonic() >= self.end or all(answer.done() for answer in self.answers.values())
+        return time.monotonic() >= self.end or all(
+            answer.done() for answer in self.answers.values()
+        )
 
     def wait(self) -> Mapping[str, Any]:
         """Wait until it is done, and return the answers by name."""
@@ -105,8 +116,8 @@ class Awaited:
 class Processes:
     """All other processes; what `coterie.engines.remote.sites.Sites` asks for.
 
-    Threads of their own read what comes, so that a process answers also while its own training waits, evaluates or
-    is over. One of them computes the answers, one after the other.
+    Threads of their own read what comes, so that a process answers also while its own training
+    waits, evaluates or is over. One of them computes the answers, one after the other.
 
     Args:
         meeting: who this process is.
@@ -118,7 +129,9 @@ class Processes:
         self.meeting, self._longest = meeting, longest
         self.mates = {mate.name: mate for mate in mates}
         self._numbers = itertools.count()
-        self._questions: queue.SimpleQueue[tuple[Mate, int, str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[Mate, int, str, dict[str, Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._ending, self._over = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -130,17 +143,21 @@ class Processes:
         """Begin to answer, and wait until all are linked; `PeerLost` where one is not in time."""
         self._threads = [threading.Thread(target=self._answer_all, daemon=True)]
         for mate in self._all:
-            self._threads.append(threading.Thread(target=self._stay_linked, args=(mate,), daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._stay_linked, args=(mate,), daemon=True)
+            )
         for thread in self._threads:
             thread.start()
         end = time.monotonic() + self.meeting.patience
-        missing = [mate for mate in self._all if not mate.linked.wait(max(0.0, end - time.monotonic()))]
+        missing = [
+            mate for mate in self._all if not mate.linked.wait(max(0.0, end - time.monotonic()))
+        ]
         if missing:
             self.leave()
             shown = ", ".join(f"{mate.name!r} (rank {mate.rank})" for mate in missing)
             raise PeerLost(
-                f"{shown} did not connect within {self.meeting.patience:g} s; start it again, and look for a "
-                "firewall between the machines",
+                f"{shown} did not connect within {self.meeting.patience:g} s; start it again, and"
+                " look for a firewall between the machines",
                 [mate.name for mate in missing],
             )
 
@@ -154,10 +171,15 @@ class Processes:
         return Awaited(answers, time.monotonic() + timeout)
 
     def finish(self) -> None:
-        """Ask no more, and answer in the background until the others are done too; the process ends no sooner."""
+        """Ask no more, and answer in the background until the others are done too.
+
+        The process ends no sooner.
+        """
         if not self._ending.is_set():
             self._ending.set()
-            self._last = threading.Thread(target=self._until_all_are_done, name=LAST_THREAD, daemon=True)
+            self._last = threading.Thread(
+                target=self._until_all_are_done, name=LAST_THREAD, daemon=True
+            )
             self._last.start()
             atexit.register(self._at_exit)
 
@@ -228,7 +250,9 @@ class Processes:
         """Take a question or an answer."""
         if not isinstance(content, dict):
             raise ValueError("not a letter of a process")  # noqa: TRY004  # of what came, not of an argument
-        number, method, arguments = (content.get(name) for name in ("number", "method", "arguments"))
+        number, method, arguments = (
+            content.get(name) for name in ("number", "method", "arguments")
+        )
         if type(number) is not int:
             raise ValueError("a letter without a number")
         if method is None:

@@ -13,7 +13,8 @@ class Caps:
     """What a peer gives at most.
 
     Args:
-        gradients: how many gradients in all, over every run that its log knows of; no limit when None.
+        gradients: how many gradients in all, over every run that its log knows of; no limit when
+            None.
         norm: the norm that a gradient is clipped to; not clipped when None.
         examples: how many examples must be behind a gradient.
 
@@ -27,7 +28,9 @@ class Caps:
     examples: int = 1
 
     def __post_init__(self) -> None:
-        check_fields(self, {"gradients": optional(whole(0)), "norm": optional(POSITIVE), "examples": COUNT})
+        check_fields(
+            self, {"gradients": optional(whole(0)), "norm": optional(POSITIVE), "examples": COUNT}
+        )
 
     def in_words(self) -> str:
         """Return the caps in words.
@@ -42,7 +45,10 @@ class Caps:
 
 
 def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
-    """Return a gradient of at most this norm, and the norm it had; not finite where an entry is not."""
+    """Return a gradient of at most this norm, and the norm it had.
+
+    Not finite where an entry is not.
+    """
     norm, scale = float(gradient.norm()), 1.0
     if not math.isfinite(norm) and bool(gradient.isfinite().all()):  # the squares overflow
         scale = float(gradient.abs().max())

@@ -1,12 +1,16 @@
-"""Clipped sums without a gradient for each example: norms from layers' inputs and the gradients of their outputs.
+"""Clipped sums without a gradient for each example.
 
-A layer's gradient for one example is a product of its input and the gradient of its output. The norm of a product
-can often be had without the product. So one pass gives every example's norm; and the products of all examples
-together, each multiplied by what clips it, give the sum. Where a layer has fewer parameters than its products'
-factors have numbers, each example's gradient is computed, and kept until it is known what clips it.
+Norms from layers' inputs and the gradients of their outputs.
 
-Only models that cannot mix examples are taken, as their classes show: sequences of layers that treat each example
-on its own. A test on a batch would not do: what is promised must hold for every batch.
+A layer's gradient for one example is a product of its input and the gradient of its output. The
+norm of a product can often be had without the product. So one pass gives every example's norm; and
+the products of all examples together, each multiplied by what clips it, give the sum. Where a layer
+has fewer parameters than its products' factors have numbers, each example's gradient is computed,
+and kept until it is known what clips it.
+
+Only models that cannot mix examples are taken, as their classes show: sequences of layers that
+treat each example on its own. A test on a batch would not do: what is promised must hold for every
+batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,17 +29,40 @@ from coterie.evaluation.losses import known_per_example
 from coterie.users.trees import Tree, n_rows
 
 MARGIN = 1e-3
-"""By so much of itself a norm may be wrong, since the sum is in single precision: it is clipped to so much less."""
+"""By so much of itself a norm may be wrong, since the sum is in single precision.
+
+It is clipped to so much less.
+"""
 
 LOST_DIGITS = 1e3
-"""A product's terms may be so many times as long as what is left of them: others' last digits are lost in them."""
+"""A product's terms may be so many times as long as what is left of them.
+
+Others' last digits are lost in them.
+"""
 
 LEAST_FACTOR = 1e-30
 """A smaller number has too few digits in single precision to clip by."""
 
 _WITHOUT_PARAMETERS = (
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Identity),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
+    *(
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softplus,
+        nn.Identity,
+    ),
+    *(
+        nn.MaxPool1d,
+        nn.MaxPool2d,
+        nn.AvgPool1d,
+        nn.AvgPool2d,
+        nn.AdaptiveAvgPool1d,
+        nn.AdaptiveAvgPool2d,
+    ),
 )
 
 
@@ -47,9 +74,12 @@ def takes(passes: Passes) -> bool:
     modules = [module for _, module in passes.model.named_modules(remove_duplicate=False)]
     layers = [module for module in modules if _has_parameters(module)]
     parameters = [id(p) for layer in layers for p in layer.parameters()]
-    if passes.parameters.dtype != torch.float32:  # norms are sums in double precision of what is in single
+    if (
+        passes.parameters.dtype != torch.float32
+    ):  # norms are sums in double precision of what is in single
         return False
-    alone = len(parameters) == len(set(parameters)) == len(passes.parameters.named)  # none shared, none frozen
+    # none shared, none frozen
+    alone = len(parameters) == len(set(parameters)) == len(passes.parameters.named)
     return alone and bool(layers) and all(_is_apart(module) for module in modules)
 
 
@@ -58,37 +88,50 @@ def clipped_sum_by_layer(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of clipped gradients of a batch, each of an example alone, of a model that it `takes`.
 
-    And of which examples it holds: not of one whose gradient is not finite, nor where terms cancel so far that
-    rounding could let it add more than `clip`. User 0 chooses the point, so it may happen. The sum is of use where
-    it holds of all; the others have to be passed by themselves.
+    And of which examples it holds: not of one whose gradient is not finite, nor where terms cancel
+    so far that rounding could let it add more than `clip`. User 0 chooses the point, so it may
+    happen. The sum is of use where it holds of all; the others have to be passed by themselves.
     """
     parameters, total = passes.parameters, torch.empty_like(x)
     views = parameters.unflatten(total)
     with full_precision():
         calls, output = _called(passes.model, parameters.unflatten(x.detach()), inputs)
         losses = _losses(passes, output, targets, n_rows(inputs))
-        with torch.autograd.set_multithreading_enabled(False):  # another thread costs more than a small pass takes
+        # another thread costs more than a small pass takes
+        with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
         each = list(zip(calls, gradients, strict=True))
-        by_layer = [_NORMS[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each]
+        by_layer = [
+            _NORMS[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each
+        ]
         rows = [
             (call.names[kind], theirs)
             for (call, _), layer in zip(each, by_layer, strict=True)
             for kind, theirs in layer.rows.items()
         ]
-        kept = torch.cat([theirs.flatten(1) for _, theirs in rows], dim=1) if rows else x.new_zeros(len(losses), 0)
-        norms = torch.stack([_norm(kept), *(layer.norm for layer in by_layer if layer.norm is not None)]).norm(
-            dim=0
+        kept = (
+            torch.cat([theirs.flatten(1) for _, theirs in rows], dim=1)
+            if rows
+            else x.new_zeros(len(losses), 0)
         )
+        norms = torch.stack(
+            [_norm(kept), *(layer.norm for layer in by_layer if layer.norm is not None)]
+        ).norm(dim=0)
         factors = clip / (norms * (1 + MARGIN)).clamp(min=clip)
-        terms = torch.stack([layer.terms for layer in by_layer if layer.terms is not None] or [norms])
+        terms = torch.stack(
+            [layer.terms for layer in by_layer if layer.terms is not None] or [norms]
+        )
         holds = (factors * terms <= LOST_DIGITS * clip).all(0) & (factors >= LEAST_FACTOR)
         factors = factors.to(x.dtype)
         into = [views[name].view(-1) for name, _ in rows]
         if rows:
             torch._foreach_copy_(into, torch.split(kept.T @ factors, [len(view) for view in into]))
         for (call, gradient), layer in zip(each, by_layer, strict=True):
-            rest = {kind: views[name][None] for kind, name in call.names.items() if kind not in layer.rows}
+            rest = {
+                kind: views[name][None]
+                for kind, name in call.names.items()
+                if kind not in layer.rows
+            }
             if rest:
                 scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
                 gradients_of(call.layer, call.inputs[None], scaled[None], rest)
@@ -99,9 +142,9 @@ def clipped_sum_by_layer(
 class _Norms:
     """What a layer adds to the norms of examples' gradients.
 
-    `rows` are gradients of each example, by the name of the parameter. Where that by the weight is not among them,
-    `norm` is its norm, in double precision, and `terms` bounds the sum of the norms of the products that it is the
-    sum of.
+    `rows` are gradients of each example, by the name of the parameter. Where that by the weight is
+    not among them, `norm` is its norm, in double precision, and `terms` bounds the sum of the norms
+    of the products that it is the sum of.
     """
 
     rows: Mapping[str, Tensor]
@@ -119,8 +162,13 @@ class _Call:
     output: Tensor
 
 
-def _called(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Tree) -> tuple[list[_Call], Tensor]:
-    """Return the calls of the layers with parameters, and the output; layers are known, so no module is asked."""
+def _called(
+    model: nn.Module, parameters: Mapping[str, Tensor], inputs: Tree
+) -> tuple[list[_Call], Tensor]:
+    """Return the calls of the layers with parameters, and the output.
+
+    Layers are known, so no module is asked.
+    """
     calls: list[_Call] = []
     flowing = cast("Tensor", inputs)
     for prefix, layer in model.named_modules(remove_duplicate=False):
@@ -130,8 +178,13 @@ def _called(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Tree) ->
             flowing = layer(flowing)
             continue
         if isinstance(layer, nn.Conv2d) and flowing.ndim != 4:
-            raise ModelError(f"{layer} takes the examples for channels; give it inputs of 4 dimensions")
-        names = {kind: f"{prefix}.{kind}".lstrip(".") for kind, _ in layer.named_parameters(recurse=False)}
+            raise ModelError(
+                f"{layer} takes the examples for channels; give it inputs of 4 dimensions"
+            )
+        names = {
+            kind: f"{prefix}.{kind}".lstrip(".")
+            for kind, _ in layer.named_parameters(recurse=False)
+        }
         given = {kind: parameters[name] for kind, name in names.items()}
         output = _APPLIED[type(layer)](layer, flowing, given)
         if not output.requires_grad:
@@ -146,7 +199,12 @@ def _losses(passes: Passes, output: Tensor, targets: Tree, n: int) -> Tensor:
     known = known_per_example(passes.loss)
     by_class = isinstance(targets, Tensor) and not targets.is_floating_point()
     wanted = (n, *output.shape[2:]) if by_class else output.shape
-    if known is None or not isinstance(targets, Tensor) or targets.shape != wanted or len(output) != n:
+    if (
+        known is None
+        or not isinstance(targets, Tensor)
+        or targets.shape != wanted
+        or len(output) != n
+    ):
         raise ModelError("the model's output and the targets are not one row an example alike")
     return known.by_example(output, targets)
 
@@ -157,12 +215,19 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _is_apart(module: nn.Module) -> bool:
     """Say whether a module of this class treats each example on its own, not in place, and nobody looks on."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     if getattr(module, "inplace", False) or any(hooks):
         return False
     if type(module) is nn.Flatten:
         return module.start_dim >= 1
-    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+    if isinstance(module, nn.Conv2d) and (
+        module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
         return False
     return type(module) in (nn.Sequential, *_WITHOUT_PARAMETERS, *_NORMS)
 
@@ -183,9 +248,14 @@ def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> _Norms:
         norms = _Norms({"weight": _each_weight(layer, inputs, gradient)})
     else:
         patches = functional.unfold(inputs, layer.kernel_size, **options)
-        norms = _of_product(*(each.reshape(n * groups, -1, places).mT for each in (patches, gradient)))
+        norms = _of_product(
+            *(each.reshape(n * groups, -1, places).mT for each in (patches, gradient))
+        )
         rows = {name: each.reshape(n, *layer.weight.shape) for name, each in norms.rows.items()}
-        over = [None if each is None else each.view(n, groups).norm(dim=1) for each in (norms.norm, norms.terms)]
+        over = [
+            None if each is None else each.view(n, groups).norm(dim=1)
+            for each in (norms.norm, norms.terms)
+        ]
         norms = _Norms(rows, *over)
     return _with_bias(layer, gradient.flatten(2).sum(2), norms)
 
@@ -218,8 +288,11 @@ def _of_product(inputs: Tensor, gradient: Tensor) -> _Norms:
     """Return ‖Σ_t g_t a_tᵀ‖ for each example, from (n, T, i) and (n, T, o), and the sum where it was computed."""
     if not _by_pairs(inputs.shape[1], inputs.shape[2], gradient.shape[2]):
         return _Norms({"weight": gradient.mT @ inputs})
-    terms, inputs, gradient = _terms(inputs, gradient), inputs.double(), gradient.double()  # terms may cancel
-    return _Norms({}, ((inputs @ inputs.mT) * (gradient @ gradient.mT)).sum((1, 2)).clamp(min=0).sqrt(), terms)
+    # terms may cancel
+    terms, inputs, gradient = _terms(inputs, gradient), inputs.double(), gradient.double()
+    return _Norms(
+        {}, ((inputs @ inputs.mT) * (gradient @ gradient.mT)).sum((1, 2)).clamp(min=0).sqrt(), terms
+    )
 
 
 def _by_formula(layer: Any, inputs: Tensor, gradient: Tensor) -> _Norms:
@@ -236,7 +309,10 @@ def _norm(rows: Tensor) -> Tensor:
 
 
 def _terms(inputs: Tensor, gradient: Tensor) -> Tensor:
-    """Return a bound on Σ_t ‖g_t‖‖a_t‖; a gradient may be so small that it has no digits to be multiplied by."""
+    """Return a bound on Σ_t ‖g_t‖‖a_t‖.
+
+    A gradient may be so small that it has no digits to be multiplied by.
+    """
     return _norm(inputs) * (_norm(gradient) + LEAST_FACTOR)
 
 

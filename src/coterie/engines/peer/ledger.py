@@ -1,4 +1,7 @@
-"""What a peer has given and refused, in a file that processes share; and the secret that lies beside it."""
+"""What a peer has given and refused, in a file that processes share.
+
+And the secret that lies beside it.
+"""
 
 import math
 import os
@@ -13,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import FileError, KnobError
-from coterie.privacy.accountant import MAX_KINDS, Budget, Event, dp_accounting_packages, epsilon_of, merged
+from coterie.privacy.accountant import (
+    MAX_KINDS,
+    Budget,
+    Event,
+    dp_accounting_packages,
+    epsilon_of,
+    merged,
+)
 from coterie.privacy.privacy import Privacy
 from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.files import writing
@@ -29,9 +39,10 @@ MAX_BACK = 60.0
 class Ledger:
     """A log of requests, one JSON object a line, that says how many gradients were given.
 
-    Processes that share the file count each other's: a line is added under a lock, after those of the others were
-    read. It is written before the gradient leaves, so that a process that is killed has counted what it gave. An
-    altered or lost line is told. Without a path nothing is written, and what this process gave is counted.
+    Processes that share the file count each other's: a line is added under a lock, after those of
+    the others were read. It is written before the gradient leaves, so that a process that is killed
+    has counted what it gave. An altered or lost line is told. Without a path nothing is written,
+    and what this process gave is counted.
 
     Example:
         >>> import tempfile
@@ -46,7 +57,8 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path, self._given = path, 0
-        self._spent, self._latest = Counter[Event](), 0.0  # private gradients by kind; the latest time of a line
+        # private gradients by kind; the latest time of a line
+        self._spent, self._latest = Counter[Event](), 0.0
         remedy = "it counts what was given: put it back as it was"
         self._lines = None if path is None else ChainedLines(path, remedy, counted=True)
 
@@ -63,7 +75,10 @@ class Ledger:
         return self._spent.copy()
 
     def give(self, gradients: int = 1, *, at_most: int | None = None, **line: Any) -> bool:
-        """Write down that so many gradients are given, and say whether they may be: `at_most` in all."""
+        """Write down that so many gradients are given, and say whether they may be.
+
+        `at_most` in all.
+        """
         with self._alone():
             if at_most is not None and self._given + gradients > at_most:
                 return False
@@ -71,11 +86,13 @@ class Ledger:
             self._given += gradients
         return True
 
-    def spend(self, event: Event, gradients: int, why_not: Callable[[], str | None], **line: Any) -> str | None:
+    def spend(
+        self, event: Event, gradients: int, why_not: Callable[[], str | None], **line: Any
+    ) -> str | None:
         """Write down to the disk that so many private gradients are given, or return why they may not be.
 
-        `why_not` looks at `given_so_far` and `spent_so_far` while no other process can add to them. A clock that
-        has gone back is a reason too: the file may be an old copy of itself.
+        `why_not` looks at `given_so_far` and `spent_so_far` while no other process can add to them.
+        A clock that has gone back is a reason too: the file may be an old copy of itself.
         """
         with self._alone():
             if reason := self._clock_gone_back() or why_not():
@@ -107,19 +124,27 @@ class Ledger:
             yield
             return
         if self.path.exists() and not self.path.is_file():  # to open a pipe would wait for ever
-            raise FileError(f"{self.path} must be a plain file; put the ledger back, or name another file")
+            raise FileError(
+                f"{self.path} must be a plain file; put the ledger back, or name another file"
+            )
         with writing(self.path), open(self.path, "ab", opener=_owner_only) as file:
             wait_for_lock(file.fileno())  # closing the file lets it go
             for number, line in enumerate(self._lines.read_on(), 1):
                 try:
                     self._count(line)
                 except (KnobError, LookupError, TypeError, ValueError, OverflowError) as error:
-                    what = f"line {number} of those added to {self.path} tells of what cannot be: {error}"
+                    what = (
+                        f"line {number} of those added to {self.path} tells of what cannot be:"
+                        f" {error}"
+                    )
                     raise FileError(f"{what}; put it back as it was") from error
             yield
 
     def _read(self) -> None:
-        """Count what other processes have given; where the file is gone but not its count, that is told."""
+        """Count what other processes have given.
+
+        Where the file is gone but not its count, that is told.
+        """
         beside = None if self._lines is None else self._lines.count_path
         if any(path is not None and path.exists() for path in (self.path, beside)):
             with self._alone():
@@ -145,7 +170,9 @@ class Ledger:
             now = time.time()
             self._latest = max(self._latest, now)
             shown = {"time": _as_text(now), **line}
-            short = {k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in shown.items()}
+            short = {
+                k: v[:MAX_LOGGED_CHARACTERS] if isinstance(v, str) else v for k, v in shown.items()
+            }
             self._lines.append(short, sync=sync)  # JSON escapes line ends and control characters
 
 
@@ -170,14 +197,21 @@ class Spending:
 
         Kinds of events beyond `MAX_KINDS` count as the next that costs more.
         """
-        given, spent = self.ledger.given, self.ledger.spent  # in this order: another thread may add to both
+        # in this order: another thread may add to both
+        given, spent = self.ledger.given, self.ledger.spent
         return math.inf if given > spent.total() else epsilon_of(merged(spent), self.privacy.delta)
 
     def over_budget(self, event: Event, count: int) -> str | None:
-        """Return why so many more private gradients are too many, if they are; called under the log's lock."""
+        """Return why so many more private gradients are too many, if they are.
+
+        Called under the log's lock.
+        """
         given, spent = self.ledger.given_so_far, self._beside(event)
         if given > spent.total():
-            return "it has given gradients without noise before, so that nothing can be promised of its examples"
+            return (
+                "it has given gradients without noise before, so that nothing can be promised of"
+                " its examples"
+            )
         if self.most is not None and given + count > self.most:
             return f"it has {self.most - given} gradients left to give, and was asked for {count}"
         wanted = spent[event] + count
@@ -186,7 +220,10 @@ class Spending:
         return None
 
     def left(self, event: Event, wanted: int) -> int:
-        """Return how many such gradients are left: `wanted` where so many are, and the exact number where not."""
+        """Return how many such gradients are left.
+
+        `wanted` where so many are, and the exact number where not.
+        """
         given, spent = self.ledger.given, self._beside(event)
         if given > spent.total():
             return 0
@@ -202,7 +239,9 @@ class Spending:
     def told(self) -> dict[str, float]:
         """Return what others may know: the promise, and how much of it was spent."""
         names = ("epsilon", "delta", "clip")
-        return {name: float(getattr(self.privacy, name)) for name in names} | {"spent": self.epsilon}
+        return {name: float(getattr(self.privacy, name)) for name in names} | {
+            "spent": self.epsilon
+        }
 
 
 def kept_secret(path: Path) -> bytes:
@@ -235,7 +274,9 @@ def read_secret(path: Path, at_least: int = 16) -> bytes:
     if stat.S_IMODE(mode) & 0o077:
         raise KnobError(f"others may read the secret {path}; `chmod 600 {path}`, or make a new one")
     if len(content) < at_least:
-        raise KnobError(f"the secret {path} must have at least {at_least} bytes, got {len(content)}")
+        raise KnobError(
+            f"the secret {path} must have at least {at_least} bytes, got {len(content)}"
+        )
     return content
 
 

@@ -1,4 +1,7 @@
-"""Batches that a peer draws itself: who asks chooses neither the rows of a batch nor which rows go together."""
+"""Batches that a peer draws itself.
+
+Who asks chooses neither the rows of a batch nor which rows go together.
+"""
 
 import hashlib
 
@@ -10,9 +13,10 @@ from torch import Tensor
 class OwnDraws:
     """Batches of whole blocks of examples, drawn by a secret.
 
-    The secret puts every example into one block of at least `least`, once and for all. A batch is some blocks as a
-    whole, and the secret, the seed and the step say which. So whatever is asked, and however answers are combined,
-    what one point tells is told of whole blocks: with 100 examples in blocks of 50, there are two.
+    The secret puts every example into one block of at least `least`, once and for all. A batch is
+    some blocks as a whole, and the secret, the seed and the step say which. So whatever is asked,
+    and however answers are combined, what one point tells is told of whole blocks: with 100
+    examples in blocks of 50, there are two.
 
     Example:
         >>> draws = OwnDraws(b"a secret", 100, least=50)
@@ -27,7 +31,10 @@ class OwnDraws:
         self._blocks = np.array_split(order, max(1, n // least))
 
     def indices(self, size: int, seed: int, step: int) -> Tensor:
-        """Return which examples a batch of about `size` has: the nearest number of blocks, at least one."""
+        """Return which examples a batch of about `size` has.
+
+        The nearest number of blocks, at least one.
+        """
         n_blocks = len(self._blocks)
         wanted = min(n_blocks, max(1, round(size * n_blocks / self._n)))
         chosen = self._generator(f"{seed}/{step}").choice(n_blocks, wanted, replace=False)
@@ -44,4 +51,6 @@ def secret_number(secret: bytes, purpose: str) -> int:
 
 def secret_bytes(secret: bytes, purpose: str, n: int = 32) -> bytes:
     """Return bytes that only who has the secret can know."""
-    return hashlib.blake2b(purpose.encode(), key=hashlib.sha256(secret).digest(), digest_size=n).digest()
+    return hashlib.blake2b(
+        purpose.encode(), key=hashlib.sha256(secret).digest(), digest_size=n
+    ).digest()

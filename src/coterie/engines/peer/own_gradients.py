@@ -1,4 +1,7 @@
-"""What a peer computes for a request: gradients of its own examples, on batches that it draws itself."""
+"""What a peer computes for a request.
+
+Gradients of its own examples, on batches that it draws itself.
+"""
 
 import functools
 from collections.abc import Callable
@@ -29,8 +32,10 @@ class OwnGradients:
 
     Args:
         user, passes, support: as for `Peer`.
-        caps: to whose norm the gradient of each step is clipped, and of how many examples a block is.
-        secret: what batches are drawn by, see `OwnDraws`; by (seed, user, step) when None, as user 0 would.
+        caps: to whose norm the gradient of each step is clipped, and of how many examples a block
+            is.
+        secret: what batches are drawn by, see `OwnDraws`; by (seed, user, step) when None, as user
+            0 would.
         private: what gives private gradients, where those are promised.
     """
 
@@ -57,7 +62,10 @@ class OwnGradients:
             return self._worked(request, request.work)
         gradient, examples = self._drawn(request, request.step, added)
         points = enumerate(request.points)
-        return torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]), examples
+        return (
+            torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]),
+            examples,
+        )
 
     def _worked(self, request: Request, work: LocalWork) -> tuple[Tensor, int]:
         """Take steps from each point, and return the sums of what they followed, and examples as above."""
@@ -81,8 +89,13 @@ class OwnGradients:
             buffers[name].copy_(rows[place if len(rows) > 1 else 0])
         return buffers
 
-    def _drawn(self, request: Request, step: int, added: float | None = None) -> tuple[GradientAt, int]:
-        """Return what gives gradients on a step's batch, and over how many examples; private ones draw anew."""
+    def _drawn(
+        self, request: Request, step: int, added: float | None = None
+    ) -> tuple[GradientAt, int]:
+        """Return what gives gradients on a step's batch, and over how many examples.
+
+        Private ones draw anew.
+        """
         seed, name = self._seed(request), self.user.name
         if self._private is not None:
             event = self._private.event(request.batch_size)
@@ -99,8 +112,15 @@ class OwnGradients:
         return gradient, len(batch[1])
 
     def _seed(self, request: Request) -> int:
-        """Return what transforms, dropout and streams draw from: with caps it is not for user 0 to choose."""
-        return request.seed if self._secret is None else secret_number(self._secret, f"seed {request.seed}")
+        """Return what transforms, dropout and streams draw from.
+
+        With caps it is not for user 0 to choose.
+        """
+        return (
+            request.seed
+            if self._secret is None
+            else secret_number(self._secret, f"seed {request.seed}")
+        )
 
     @functools.cached_property
     def _draws(self) -> OwnDraws | None:
@@ -116,6 +136,8 @@ class OwnGradients:
         if not isinstance(self.user.examples, InMemory):
             return self.user.batch(size, seed=seed, step=step)
         stream = BatchStream(random_key(seed, self.user.name), len(self.user), size)
-        if self._table is None or self._table[0] != stream:  # indices are drawn for several steps at a time
+        if (
+            self._table is None or self._table[0] != stream
+        ):  # indices are drawn for several steps at a time
             self._table = stream, IndexTable([stream])
         return self.user.take(self._table[1].row(step, request.points.device), seed=seed, step=step)

@@ -1,7 +1,9 @@
-"""A peer, wherever it is: it answers a request with the gradient of its own examples, within its caps.
+"""A peer, wherever it is.
 
-The worker of torch.distributed, the site of NVFLARE and `InProcess(one_by_one=True)` all answer by this class. They
-differ only in what carries requests and replies.
+It answers a request with the gradient of its own examples, within its caps.
+
+The worker of torch.distributed, the site of NVFLARE and `InProcess(one_by_one=True)` all answer by
+this class. They differ only in what carries requests and replies.
 """
 
 import functools
@@ -32,26 +34,32 @@ from coterie.privacy.sums import LARGEST
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
-"""Of more gradients a private peer does not say whether it gives them: the accountant would take minutes."""
+"""Of more gradients a private peer does not say whether it gives them.
+
+The accountant would take minutes.
+"""
 
 
 class Peer:
     """One peer: its examples stay with it, gradients leave.
 
-    Without caps it draws the batch of (seed, user, step), as user 0 would. With caps it draws by a secret of its
-    own; see `OwnDraws`.
+    Without caps it draws the batch of (seed, user, step), as user 0 would. With caps it draws by a
+    secret of its own; see `OwnDraws`.
 
     Args:
         user: the examples, under the name that batches are drawn from.
         passes: through a model of the same parameters as user 0's.
         caps: what it gives at most.
-        log: a file to which every request is added; it counts against `caps.gradients`, see `Ledger`. The secret is
-            kept beside it, so that a resumed run has the same batches; without a log it lasts as long as the peer.
-            A `Ledger()` counts in memory, for peers that are simulated.
-        support: what is known of the model; a model that is not known may draw random numbers and move buffers.
-        privacy: what is promised about each example. Every gradient is then a sum of clipped gradients over a
-            sample of its own, with noise, both by secret randomness: no run has the same bits again. What it costs
-            is written to the log, which there must be, before anything is computed; what exceeds ε is refused.
+        log: a file to which every request is added; it counts against `caps.gradients`, see
+            `Ledger`. The secret is kept beside it, so that a resumed run has the same batches;
+            without a log it lasts as long as the peer. A `Ledger()` counts in memory, for peers
+            that are simulated.
+        support: what is known of the model; a model that is not known may draw random numbers and
+            move buffers.
+        privacy: what is promised about each example. Every gradient is then a sum of clipped
+            gradients over a sample of its own, with noise, both by secret randomness: no run has
+            the same bits again. What it costs is written to the log, which there must be, before
+            anything is computed; what exceeds ε is refused.
 
     Example:
         >>> from torch import nn
@@ -77,7 +85,9 @@ class Peer:
         self.user, self.passes = user.to(passes.parameters.device), passes
         self.caps, self.ledger = caps or Caps(), log if isinstance(log, Ledger) else Ledger(log)
         if privacy is not None and log is None:
-            raise KnobError("`privacy` needs a `log`: what was spent must be known to the next process too")
+            raise KnobError(
+                "`privacy` needs a `log`: what was spent must be known to the next process too"
+            )
         self._private = None if privacy is None else self._promised(privacy)
         self._secret: bytes | None = None
         self._roundings: dict[str, Rounding] = {}
@@ -85,7 +95,11 @@ class Peer:
             path = self.ledger.path
             beside = None if path is None else path.with_name(path.name + ".secret")
             self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
-        own = self.user, passes, support or ModelSupport(moved=frozenset(passes.buffers()), random=True)
+        own = (
+            self.user,
+            passes,
+            support or ModelSupport(moved=frozenset(passes.buffers()), random=True),
+        )
         self._gradients = OwnGradients(*own, self.caps, secret=self._secret, private=self._private)
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:
@@ -93,13 +107,15 @@ class Peer:
         PROMISE("privacy", privacy)
         if self.caps.norm is not None:
             raise KnobError(
-                f"`norm` must be left out (in [caps] `inf`) where there is `privacy`, got {self.caps.norm:g}: each "
-                "example is clipped to `clip`, and a gradient with noise has no norm to keep to"
+                "`norm` must be left out (in [caps] `inf`) where there is `privacy`, got"
+                f" {self.caps.norm:g}: each example is clipped to `clip`, and a gradient with noise"
+                " has no norm to keep to"
             )
         if privacy.batch_size is not None and privacy.batch_size < self.caps.examples:
             raise KnobError(
-                f"`batch_size` must be at least `examples` of the caps, {self.caps.examples}, got "
-                f"{privacy.batch_size}: batches of no other size are answered for, and none of fewer examples"
+                f"`batch_size` must be at least `examples` of the caps, {self.caps.examples}, got"
+                f" {privacy.batch_size}: batches of no other size are answered for, and none of"
+                " fewer examples"
             )
         private = PrivateGradients(self.user, self.passes, privacy, self.caps.gradients)
         self._spending = Spending(privacy, self.ledger, self.caps.gradients)
@@ -107,7 +123,9 @@ class Peer:
 
     @property
     def epsilon(self) -> float | None:
-        """The ε that was spent, over every run that the log knows of; None where nothing is promised.
+        """The ε that was spent, over every run that the log knows of.
+
+        None where nothing is promised.
 
         It is infinite where the log tells of gradients without noise.
         """
@@ -125,24 +143,35 @@ class Peer:
     @property
     def left(self) -> int | None:
         """How many gradients are left to give; None where there is no limit."""
-        return None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
+        return (
+            None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
+        )
 
     @property
     def size(self) -> int | None:
-        """How many examples there are, as far as it is told: whole blocks of `caps.examples`; None for a stream."""
+        """How many examples there are, as far as it is told.
+
+        Whole blocks of `caps.examples`; None for a stream.
+        """
         least = self.caps.examples
         return None if self.user.is_stream else len(self.user) // least * least
 
     def terms(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
-        """Return what user 0 may know before it asks: whether and how much there is to give, and what is promised.
+        """Return what user 0 may know before it asks.
 
-        Of a private peer `left` is what ε allows too where user 0 says that it wants so many gradients of batches
-        of this size: all that it wants, or as many as there are.
+        Whether and how much there is to give, and what is promised.
+
+        Of a private peer `left` is what ε allows too where user 0 says that it wants so many
+        gradients of batches of this size: all that it wants, or as many as there are.
         """
         left, private = self.left, self._private
         if private is not None and _is_count(batch_size) and _is_count(gradients):
             refused = private.why_not_of(batch_size) is not None
-            left = 0 if refused else self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED))
+            left = (
+                0
+                if refused
+                else self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED))
+            )
         terms = {"willing": left is None or left > 0, "left": left, "size": self.size}
         terms |= {"examples": self.caps.examples}  # behind a gradient, at least
         if private is None:
@@ -158,21 +187,34 @@ class Peer:
         return gradients if left is None else min(left, gradients)
 
     def promise(self, batch_size: int) -> dict[str, float] | None:
-        """Return what is promised, how much of it was spent, and the noise on each number; None where nothing."""
+        """Return what is promised, how much of it was spent, and the noise on each number.
+
+        None where nothing.
+        """
         if self._private is None:
             return None
-        noise = self._private.deviation(self._private.event(batch_size), min(batch_size, self.size or 1))
+        noise = self._private.deviation(
+            self._private.event(batch_size), min(batch_size, self.size or 1)
+        )
         return self._spending.told() | {"noise": noise}
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """By what other peers know it in masked sums: the same in all runs where caps and log keep its secret."""
+        """By what other peers know it in masked sums.
+
+        The same in all runs where caps and log keep its secret.
+        """
         kept = self._secret
-        return Identity(self.user.name, None if kept is None else secret_bytes(kept, "identity in masked sums"))
+        return Identity(
+            self.user.name, None if kept is None else secret_bytes(kept, "identity in masked sums")
+        )
 
     @property
     def margin(self) -> int | None:
-        """How many others may tell their noise where it is split over the sites of a sum; None where it is not."""
+        """How many others may tell their noise where it is split over the sites of a sum.
+
+        None where it is not.
+        """
         return None if self._private is None else self._private.privacy.margin
 
     @property
@@ -182,12 +224,22 @@ class Peer:
 
     @property
     def norm_under_masks(self) -> float | None:
-        """The norm that its part of a masked sum is clipped to; None where it is private, and examples are."""
+        """The norm that its part of a masked sum is clipped to.
+
+        None where it is private, and examples are.
+        """
         return None if self._private is not None else self.caps.norm or LARGEST
 
     def noise_terms(self, batch_size: Any) -> dict[str, Any]:
-        """Return what noise a masked sum must have for such batches; nothing where none is split."""
-        if self._private is None or not _is_count(batch_size) or self._private.why_not_of(batch_size) is not None:
+        """Return what noise a masked sum must have for such batches.
+
+        Nothing where none is split.
+        """
+        if (
+            self._private is None
+            or not _is_count(batch_size)
+            or self._private.why_not_of(batch_size) is not None
+        ):
             return {}
         return self._private.noise_terms(batch_size, self.size or 1)
 
@@ -201,13 +253,15 @@ class Peer:
     ) -> Reply:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.
 
-        Every gradient counts against the caps, those of steps of its own too, each of which is clipped. With caps
-        on the norm or a log, one that is not finite is not given: its row is not numbers, and where that holds for
-        all the request is refused. An error is logged and raised. The log also names the caller. The `share` is of
-        the noise of a masked sum, where the answer is a part of one and its sites split the noise.
+        Every gradient counts against the caps, those of steps of its own too, each of which is
+        clipped. With caps on the norm or a log, one that is not finite is not given: its row is not
+        numbers, and where that holds for all the request is refused. An error is logged and raised.
+        The log also names the caller. The `share` is of the noise of a masked sum, where the answer
+        is a part of one and its sites split the noise.
 
-        Where it is `masked`, nothing but the sum may tell of the examples. So what is refused follows from the
-        request and the counts, a gradient that fails or is not finite is zero, and no time is told. The log has it.
+        Where it is `masked`, nothing but the sum may tell of the examples. So what is refused
+        follows from the request and the counts, a gradient that fails or is not finite is zero, and
+        no time is told. The log has it.
         """
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
@@ -231,23 +285,30 @@ class Peer:
             norm, zero = max(norms, default=0.0), torch.zeros_like(gradients[0])
             gradients = torch.stack([each if math.isfinite(norm) else zero for each, norm in pairs])
         elif counts:
-            cap = None if request.work is not None else self.caps.norm  # steps of its own are clipped one by one
+            # steps of its own are clipped one by one
+            cap = None if request.work is not None else self.caps.norm
             pairs = [clipped(gradient, cap) for gradient in gradients]
             norms = [norm for _, norm in pairs if math.isfinite(norm)]
             if not norms:
                 return self.refuse("not finite", caller, request.step)
             given = given // len(pairs) * len(norms)
             norm, missing = max(norms), torch.full_like(gradients[0], math.nan)
-            gradients = torch.stack([each if math.isfinite(norm) else missing for each, norm in pairs])
+            gradients = torch.stack(
+                [each if math.isfinite(norm) else missing for each, norm in pairs]
+            )
         line: dict[str, Any] = {
             "caller": caller,
             "step": repr(request.step),
             "examples": examples,
             "norm": norm,  # the largest
         }
-        if not self.ledger.give(given, at_most=self.caps.gradients, **line):  # another process was faster
+        if not self.ledger.give(
+            given, at_most=self.caps.gradients, **line
+        ):  # another process was faster
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
-        return Reply(gradients, seconds=0.0 if masked else time.perf_counter() - began, examples=self.size)
+        return Reply(
+            gradients, seconds=0.0 if masked else time.perf_counter() - began, examples=self.size
+        )
 
     def _answer_privately(
         self, request: Request, private: PrivateGradients, caller: str, share: NoiseShare | None
@@ -273,12 +334,16 @@ class Peer:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             return Reply(refused="it failed")
         steps = 1 if request.work is None else request.work.count
-        told = private.deviation(event, min(request.batch_size, self.size or 1))  # which is not how many there are
+        # which is not how many there are
+        told = private.deviation(event, min(request.batch_size, self.size or 1))
         noise = (told if added is None else added) * math.sqrt(steps)  # of a sum over steps
         return Reply(gradients, examples=self.size, noise=noise)
 
     def rounded(self, gradients: Tensor, dtype: torch.dtype, caller: str = "user 0") -> Tensor:
-        """Return an answer in the precision of the request, where that is half; with what its last one lost."""
+        """Return an answer in the precision of the request, where that is half.
+
+        With what its last one lost.
+        """
         if dtype not in HALVES.values() or dtype == self.passes.parameters.dtype:
             return gradients
         if caller not in self._roundings or self._roundings[caller].dtype != dtype:

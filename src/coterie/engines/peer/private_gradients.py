@@ -43,8 +43,9 @@ MOST_AT_ONCE = 512
 class PrivateGradients:
     """What a user gives of its examples under a `Privacy`, and what it costs.
 
-    Every gradient has a Poisson sample of its own, at the rate that is the batch size over the number of examples.
-    Each example's gradient is that of a batch of this example alone, so that no example can act through another.
+    Every gradient has a Poisson sample of its own, at the rate that is the batch size over the
+    number of examples. Each example's gradient is that of a batch of this example alone, so that no
+    example can act through another.
 
     Args:
         user: whose examples they are; they must be countable.
@@ -56,8 +57,8 @@ class PrivateGradients:
     def __init__(self, user: User, passes: Passes, privacy: Privacy, gradients: int | None) -> None:
         if user.is_stream:
             raise DataError(
-                f"{user.name!r} is a stream, of which it is not known how often an example comes; privacy needs a "
-                "number of examples"
+                f"{user.name!r} is a stream, of which it is not known how often an example comes;"
+                " privacy needs a number of examples"
             )
         privacy.check(len(user), gradients)
         self.user, self.passes, self.privacy, self._gradients = user, passes, privacy, gradients
@@ -83,7 +84,8 @@ class PrivateGradients:
     def why_not_of(self, batch_size: int) -> str | None:
         """Return why the cost of such batches is not looked for, if it is not.
 
-        That takes seconds, and user 0 chooses the sizes; and the site may have said which alone it gives.
+        That takes seconds, and user 0 chooses the sizes; and the site may have said which alone it
+        gives.
         """
         only = self.privacy.batch_size
         if only is not None and batch_size != only:
@@ -91,14 +93,26 @@ class PrivateGradients:
         known = min(1.0, batch_size / len(self.user)) in self._events
         if known or len(self._events) < MAX_KINDS:
             return None
-        return f"it has been asked for {MAX_KINDS} sizes of batches, and answers for no other in this run"
+        return (
+            f"it has been asked for {MAX_KINDS} sizes of batches, and answers for no other in"
+            " this run"
+        )
 
     def deviation(self, event: Event, over: float | None = None) -> float:
-        """Return the standard deviation of the noise on each number of a gradient; `over` so many examples."""
-        return event.noise * self.privacy.clip / (event.rate * len(self.user) if over is None else over)
+        """Return the standard deviation of the noise on each number of a gradient.
+
+        `over` so many examples.
+        """
+        return (
+            event.noise
+            * self.privacy.clip
+            / (event.rate * len(self.user) if over is None else over)
+        )
 
     def noise_terms(self, batch_size: int, told: int) -> dict[str, Any]:
-        """Return what noise a masked sum must have, in units of this gradient; nothing where none is split.
+        """Return what noise a masked sum must have, in units of this gradient.
+
+        Nothing where none is split.
 
         `told`: how many examples others know of; the noise does not tell how many there are.
         """
@@ -107,27 +121,37 @@ class PrivateGradients:
         noise = self.deviation(self.event(batch_size), min(batch_size, told))
         return {"noise": noise, "margin": self.privacy.margin}
 
-    def too_little_noise(self, event: Event, share: NoiseShare | None, *, works: bool) -> str | None:
-        """Return why an answer would have too little noise, if it had: where sites split it, and not all add."""
+    def too_little_noise(
+        self, event: Event, share: NoiseShare | None, *, works: bool
+    ) -> str | None:
+        """Return why an answer would have too little noise, if it had.
+
+        Where sites split it, and not all add.
+        """
         if self.privacy.margin is None:
             return None if share is None else "it does not split its noise"
         if share is None or works:
-            return "its noise is split over the sites of masked sums, and it gives parts of these only"
+            return (
+                "its noise is split over the sites of masked sums, and it gives parts of these only"
+            )
         if share.of_sum < self.deviation(event):
             return (
-                f"the sum has noise of {share.of_sum:.3g} to its gradient, and it needs {self.deviation(event):.3g}"
+                f"the sum has noise of {share.of_sum:.3g} to its gradient, and it needs"
+                f" {self.deviation(event):.3g}"
             )
         if share.room < (entry := self._largest_entry(event)):
             return (
-                f"noise would be cut off: beside it the sum takes entries up to {share.room:.3g}, and those of "
-                f"its gradient may be {entry:.3g}; clip to a smaller norm, or let batches be larger"
+                f"noise would be cut off: beside it the sum takes entries up to {share.room:.3g},"
+                f" and those of its gradient may be {entry:.3g}; clip to a smaller norm, or let"
+                " batches be larger"
             )
         return None
 
     def _largest_entry(self, event: Event) -> float:
         """Return what no number of a gradient without its noise exceeds, but by a chance of `exp(-RARE)`."""
         n, size = len(self.user), event.rate * len(self.user)
-        more = RARE / 3 + math.sqrt((RARE / 3) ** 2 + 2 * RARE * size * (1 - event.rate))  # Bernstein's inequality
+        # Bernstein's inequality
+        more = RARE / 3 + math.sqrt((RARE / 3) ** 2 + 2 * RARE * size * (1 - event.rate))
         return self.privacy.clip * (1.0 if event.rate == 1 else min(n, size + more) / size)
 
     def gradient(
@@ -140,10 +164,13 @@ class PrivateGradients:
         seed: int = 0,
         step: int = 0,
     ) -> Tensor:
-        """Return a gradient at x, like the mean over a batch; the seed is that of dropout and random transforms.
+        """Return a gradient at x, like the mean over a batch.
 
-        With `added` its noise has this standard deviation, in place of the event's: the rest is others' to add. It
-        is then in single precision, whatever that of the model: in half, such noise could be rounded away.
+        The seed is that of dropout and random transforms.
+
+        With `added` its noise has this standard deviation, in place of the event's: the rest is
+        others' to add. It is then in single precision, whatever that of the model: in half, such
+        noise could be rounded away.
         """
         chosen = poisson_sample(len(self.user), event.rate)
         first, *others = torch.split(chosen, MOST_AT_ONCE)
@@ -168,13 +195,18 @@ class PrivateGradients:
             if bool(holds.all()):
                 return total
             holds = holds.cpu()
-            if bool(holds.any()):  # one that needs a pass by itself does not change how others are passed
+            if bool(
+                holds.any()
+            ):  # one that needs a pass by itself does not change how others are passed
                 rest = self._by_rows(x, chosen[~holds], buffers, seed, step)
                 return rest + self._clipped(x, chosen[holds], buffers, seed, step)
         return self._by_rows(x, chosen, buffers, seed, step)
 
     def _by_rows(self, x: Tensor, chosen: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
-        """Return the same from each example's gradient, clipped as by layer: which way it is may hang on one."""
+        """Return the same from each example's gradient, clipped as by layer.
+
+        Which way it is may hang on one.
+        """
         total, clip = torch.zeros_like(x, dtype=torch.float64), self.privacy.clip / (1 + MARGIN)
         for some in self._pieces(x, chosen):
             total += clipped_sum(self._rows_of(x, some, buffers, seed, step), clip)
@@ -182,11 +214,15 @@ class PrivateGradients:
 
     def _pieces(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
         """Return these examples in pieces, of as many as memory allows to map at a time."""
-        at_once = max(1, self.passes.memory // (4 * len(x) * x.dtype.itemsize)) if self._mapped else 1
+        at_once = (
+            max(1, self.passes.memory // (4 * len(x) * x.dtype.itemsize)) if self._mapped else 1
+        )
         return torch.split(chosen, at_once) if len(chosen) else ()
 
     def _rows_of(self, x: Tensor, some: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
-        """Return the gradients of these examples, one a row; that of one which does not pass is zero.
+        """Return the gradients of these examples, one a row.
+
+        That of one which does not pass is zero.
 
         An error would tell user 0 that this example is there.
         """
@@ -196,12 +232,16 @@ class PrivateGradients:
             raise
         except Exception as error:
             if len(some) > 1:
-                return torch.cat([self._rows_of(x, one, buffers, seed, step) for one in torch.split(some, 1)])
+                return torch.cat(
+                    [self._rows_of(x, one, buffers, seed, step) for one in torch.split(some, 1)]
+                )
             logger.warning("example %d of %r counts as zero: %r", int(some), self.user.name, error)
             return torch.zeros_like(x).unsqueeze(0)
 
     def _rows(self, x: Tensor, some: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
-        """Return the gradients of these examples, one a row: of each at x, with equal constants and draws.
+        """Return the gradients of these examples, one a row.
+
+        Of each at x, with equal constants and draws.
 
         What one draws, or changes in the parameters, is nothing to the next.
         """
@@ -213,7 +253,10 @@ class PrivateGradients:
             return self.passes.single(x.clone(), inputs, targets, own)[0].unsqueeze(0)
 
     def _constants(self, buffers: Buffers = None) -> dict[str, Tensor]:
-        """Return copies of the buffers and of the frozen parameters: what a pass changes in them is forgotten."""
+        """Return copies of the buffers and of the frozen parameters.
+
+        What a pass changes in them is forgotten.
+        """
         own = {name: buffer.clone() for name, buffer in (buffers or self.passes.buffers()).items()}
         named = list(self.passes.model.named_parameters(remove_duplicate=False))
         plain = (p for _, p in named if not p.requires_grad and type(p) is nn.Parameter)
@@ -221,24 +264,33 @@ class PrivateGradients:
         return own | {name: frozen[id(p)] for name, p in named if id(p) in frozen}
 
     def _passing(self, n: int) -> Tensor:
-        """Return which of the first examples have a gradient; where none has, model or loss is to blame."""
+        """Return which of the first examples have a gradient.
+
+        Where none has, model or loss is to blame.
+        """
         x, passing = self.passes.parameters.vector(), list[int]()
         for k in range(n):
             with suppress(Exception):
-                passing += [k] if bool(self._rows(x, torch.tensor([k]), None, 0, 0).isfinite().all()) else []
+                passing += (
+                    [k]
+                    if bool(self._rows(x, torch.tensor([k]), None, 0, 0).isfinite().all())
+                    else []
+                )
         if not passing:
             with blaming("the model or the loss, given one example,"):
                 self._rows(x, torch.tensor([0]), None, 0, 0)
             raise ModelError(
-                "no example has a finite gradient at the model's first parameters; prepare the inputs, or let the "
-                "model begin with other parameters"
+                "no example has a finite gradient at the model's first parameters; prepare the"
+                " inputs, or let the model begin with other parameters"
             )
         return torch.tensor(passing)
 
     def _look(self, some: Tensor) -> None:
         """Find out whether examples can be mapped, and refuse a model or loss under which they mix."""
         x, (inputs, targets) = self.passes.parameters.vector(), self.user.take(some, seed=0, step=0)
-        if isinstance(self.user.examples, InMemory):  # a data set's collation may look at several examples
+        if isinstance(
+            self.user.examples, InMemory
+        ):  # a data set's collation may look at several examples
             try:
                 with warnings_as_errors():
                     self.passes.each_example(x, inputs, targets, self.passes.buffers())
@@ -247,13 +299,16 @@ class PrivateGradients:
                 self._mapped = False
         together, again = (self._together(x, some, seed) for seed in range(2))
         tolerance = max(TOLERANCE, 10 * torch.finfo(x.dtype).eps)  # of a model in half precision
-        if bool((together - again).norm() > tolerance * together.norm()):  # model or data set draw random numbers
+        if bool(
+            (together - again).norm() > tolerance * together.norm()
+        ):  # model or data set draw random numbers
             return
         rows = torch.cat([self._rows(x, piece, None, 0, 0) for piece in self._pieces(x, some)])
         if not bool((together - rows.mean(0)).norm() <= tolerance * together.norm() + 1e-6):
             raise ModelError(
-                "the gradient of a batch is not the mean of its examples' gradients, so that they cannot be "
-                "clipped one by one; use a loss that is a plain mean, and layers that treat each example on its own"
+                "the gradient of a batch is not the mean of its examples' gradients, so that they"
+                " cannot be clipped one by one; use a loss that is a plain mean, and layers that"
+                " treat each example on its own"
             )
         self._by_layer = self._fits_by_layer(x, inputs, targets, rows)
 
@@ -273,19 +328,25 @@ class PrivateGradients:
             if not clip > 0:
                 return False
             total, holds = clipped_sum_by_layer(self.passes, x, inputs, targets, clip)
-        except (CoterieError, RuntimeError):  # layers may be called with shapes that are not foreseen
+        except (
+            CoterieError,
+            RuntimeError,
+        ):  # layers may be called with shapes that are not foreseen
             return False
         expected = clipped_sum(rows, clip)
         return bool(holds.all()) and bool((total - expected).norm() <= 1e-2 * expected.norm())
 
 
 def check_apart(passes: Passes) -> None:
-    """Refuse a model that normalises over the batch: each example's gradient would depend on the others."""
+    """Refuse a model that normalises over the batch.
+
+    Each example's gradient would depend on the others.
+    """
     for name, module in passes.model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise ModelError(
-                f"the layer {name!r} ({type(module).__name__}) normalises over the batch, so that examples mix and "
-                "cannot be clipped one by one; use GroupNorm or LayerNorm"
+                f"the layer {name!r} ({type(module).__name__}) normalises over the batch, so that"
+                " examples mix and cannot be clipped one by one; use GroupNorm or LayerNorm"
             )
 
 
@@ -294,13 +355,20 @@ def _of_loss(loss: Loss) -> dict[str, Tensor]:
     module = loss.each if isinstance(loss, PerExample) else loss
     if not isinstance(module, nn.Module):
         return {}
-    return {name: own.detach().clone() for name, own in (*module.named_parameters(), *module.named_buffers())}
+    return {
+        name: own.detach().clone()
+        for name, own in (*module.named_parameters(), *module.named_buffers())
+    }
 
 
 def _check_unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Refuse a loss whose tensors a pass has changed: unlike a model's, nobody makes them the same for all."""
+    """Refuse a loss whose tensors a pass has changed.
+
+    Unlike a model's, nobody makes them the same for all.
+    """
     if changed := [name for name, own in after.items() if not torch.equal(own, before[name])]:
         raise ModelError(
-            f"the loss changes its own {changed[0]!r} as it computes, so that an example would act on those after "
-            "it; let it stay as it is, or let it be a buffer of the model, which is the same for every example"
+            f"the loss changes its own {changed[0]!r} as it computes, so that an example would act"
+            " on those after it; let it stay as it is, or let it be a buffer of the model, which"
+            " is the same for every example"
         )

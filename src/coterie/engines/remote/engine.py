@@ -1,4 +1,7 @@
-"""The one engine for peers elsewhere: it asks sites, whatever carries the messages, and reads their answers."""
+"""The one engine for peers elsewhere.
+
+It asks sites, whatever carries the messages, and reads their answers.
+"""
 
 import collections
 import logging
@@ -41,13 +44,15 @@ Given: TypeAlias = dict[tuple[int, int], Tensor]
 class Remote:
     """Gradients of peers elsewhere, who may be late, gone, or wrong.
 
-    A site that does not answer within `timeout` is left out of that step, and its weight goes back to g_0. After
-    `misses` steps in a row without an answer it is no longer waited for; a short question in the background, every
-    `probe_every` steps, finds out whether it is back. One that says so and again gives nothing is dropped at once,
-    for twice as long each time. With fewer than `minimum` answers a step is taken alone.
+    A site that does not answer within `timeout` is left out of that step, and its weight goes back
+    to g_0. After `misses` steps in a row without an answer it is no longer waited for; a short
+    question in the background, every `probe_every` steps, finds out whether it is back. One that
+    says so and again gives nothing is dropped at once, for twice as long each time. With fewer than
+    `minimum` answers a step is taken alone.
 
     Args:
-        model, loss, me, batch_size, seed: as for `InProcess`; the model has the same parameters as at the sites.
+        model, loss, me, batch_size, seed: as for `InProcess`; the model has the same parameters as
+        at the sites.
         peers: none, as their examples are at the sites.
         sites: what carries the messages.
         names: the sites that may take part.
@@ -55,11 +60,14 @@ class Remote:
         misses: steps in a row without an answer after which a site is not waited for.
         probe_every: steps from one question whether it is back to the next.
         minimum: how many peers must answer for a step to use their gradients.
-        compress: send points and gradients in "bf16" or "fp16"; what a message loses is added to the next.
-        secure_sums: see the weighted sum of the sites' gradients only, by masks; see `MaskedSums` for who is lost.
-            τ then stays as it is for the run. Or groups of sites by name: each then stands as one peer, whose
-            gradient is the mean of the group's, at several points too; see `MaskedGroups`.
-        largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is about 1e-9 of it.
+        compress: send points and gradients in "bf16" or "fp16"; what a message loses is added to
+            the next.
+        secure_sums: see the weighted sum of the sites' gradients only, by masks; see `MaskedSums`
+            for who is lost. τ then stays as it is for the run. Or groups of sites by name: each
+            then stands as one peer, whose gradient is the mean of the group's, at several points
+            too; see `MaskedGroups`.
+        largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is
+            about 1e-9 of it.
     """
 
     def __init__(
@@ -87,7 +95,9 @@ class Remote:
         if compress and secure_sums:
             raise KnobError("`compress` must be None with `secure_sums`: a masked sum is exact")
         if peers:
-            raise KnobError(f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites")
+            raise KnobError(
+                f"`peers` must be empty, got {len(peers)}: the peers' examples are at their sites"
+            )
         check_names([me.name, *names])
         self.groups = {} if isinstance(secure_sums, bool) else dict(secure_sums)
         if self.groups:
@@ -100,7 +110,9 @@ class Remote:
         self.batch_size, self.seed, self._alone = batch_size, seed, False
         self._transport = CountedTransport(sites, timeout, me.name, self.names)
         self._mine = self._transport.mine
-        self._liveness = Liveness(self._transport, self.names, misses=misses, probe_every=probe_every)
+        self._liveness = Liveness(
+            self._transport, self.names, misses=misses, probe_every=probe_every
+        )
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._noise: dict[str, float] = {}
@@ -114,7 +126,10 @@ class Remote:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do; numbers of examples, and noise, as far as sites have told them."""
+        """What this engine can do.
+
+        Numbers of examples, and noise, as far as sites have told them.
+        """
         told = self._examples
         if self._sums is not None:
             return Capabilities(rows=False, batch_size=self.batch_size, examples=told)
@@ -132,11 +147,15 @@ class Remote:
         """The sites that are not waited for."""
         return self._liveness.dropped
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         if self._sums is not None:
             return self._with_sum(self._sums, x, step, weights, rows=rows)
-        given = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
+        given = torch.tensor(
+            [[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64
+        )
         answers = self._asked(Question(x[None], step, given)) if weights else None
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
@@ -150,9 +169,14 @@ class Remote:
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
-        """Ask each site at those points where it has a weight, in one exchange; see `AsksAtPoints.ask`."""
+        """Ask each site at those points where it has a weight, in one exchange.
+
+        See `AsksAtPoints.ask`.
+        """
         if self._sums is not None:
-            raise KnobError("masked sums are of gradients at one point, and have no rows; ask by `gradients`")
+            raise KnobError(
+                "masked sums are of gradients at one point, and have no rows; ask by `gradients`"
+            )
         waiting = self._asked(question)
 
         def answers() -> Answers:
@@ -164,7 +188,9 @@ class Remote:
     def _asked(self, question: Question) -> Callable[[], tuple[Given, dict[str, str]]]:
         """Ask each site, and return what waits for those gradients that can be used, and for who is left out."""
         step, wanted_by = question.step, (~question.weights.isnan()).T.cpu()
-        asked = {name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()}
+        asked = {
+            name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()
+        }
         left_out = self._liveness.not_asked(asked, step)
         alike: dict[tuple[bool, ...], list[str]] = {}
         for name, wanted in asked.items():
@@ -174,7 +200,10 @@ class Remote:
         sent = None if self._rounding is None else self._rounding(points)
         if sent is not None:
             self._mine.rounding = max(self._mine.rounding, relative_error(points, sent))
-        waiting = [(names, self._send(names, question, list(wanted), sent)) for wanted, names in alike.items()]
+        waiting = [
+            (names, self._send(names, question, list(wanted), sent))
+            for wanted, names in alike.items()
+        ]
         return partial(self._answers, question, asked, waiting, left_out)
 
     def local_work(self, question: Question) -> Callable[[], Answers]:
@@ -183,13 +212,24 @@ class Remote:
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
-        knobs = {name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")}
+        knobs = {
+            name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")
+        }
         knobs |= {} if self.compress is None else {"compress": self.compress}
         knobs |= {} if self._sums is None else {"largest": self._sums.sums.largest}
-        knobs |= {"groups": {name: list(group) for name, group in self.groups.items()}} if self.groups else {}
+        knobs |= (
+            {"groups": {name: list(group) for name, group in self.groups.items()}}
+            if self.groups
+            else {}
+        )
         masked = ", masked sums" if self._sums is not None or self.groups else ""
         about = {"engine": f"elsewhere{masked}"}
-        return self.own.describe() | about | {"peers": dict.fromkeys(self.names, "at its site")} | knobs
+        return (
+            self.own.describe()
+            | about
+            | {"peers": dict.fromkeys(self.names, "at its site")}
+            | knobs
+        )
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
@@ -197,12 +237,17 @@ class Remote:
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
         """Ask the sites that told of noise what they promise and have spent, and return it with that noise."""
-        asked = [name for name, noise in self._noise.items() if noise]  # who has spent all, and refuses, too
+        # who has spent all, and refuses, too
+        asked = [name for name, noise in self._noise.items() if noise]
         if not asked:
             return {}
         replies = self._transport.ask(asked, "ready").wait()
-        terms = {name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)}
-        told = {name: promise for name in terms if (promise := promise_told(terms[name])) is not None}
+        terms = {
+            name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)
+        }
+        told = {
+            name: promise for name in terms if (promise := promise_told(terms[name])) is not None
+        }
         return {name: {**promise, "noise": self._noise[name]} for name, promise in told.items()}
 
     def close(self) -> None:
@@ -213,8 +258,14 @@ class Remote:
     ) -> Gradients:
         """Return the own gradient and the sites' masked sum at x."""
         if rows:
-            raise KnobError("masked sums have no rows; use a rule that needs none, with `rows=False`")
-        waiting = sums.ask(pack_request(self._request(x.detach()[None], step)), weights) if weights else None
+            raise KnobError(
+                "masked sums have no rows; use a rule that needs none, with `rows=False`"
+            )
+        waiting = (
+            sums.ask(pack_request(self._request(x.detach()[None], step)), weights)
+            if weights
+            else None
+        )
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
         computed = time.perf_counter()
@@ -228,7 +279,11 @@ class Remote:
     def _request(self, points: Tensor, step: int, **more: Any) -> Request:
         """Return what sites are asked at some points, with the model's buffers."""
         buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
-        how: dict[str, Any] = {"batch_size": self.batch_size, "buffers": buffers, "frozen": self._frozen}
+        how: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "buffers": buffers,
+            "frozen": self._frozen,
+        }
         return Request(points, step, self.seed, **how | more)
 
     def _ask_sizes(self) -> None:
@@ -237,9 +292,18 @@ class Remote:
             if name in self.names and isinstance(terms, Mapping):
                 self._examples[name] = whole_number(terms.get("size"))
 
-    def _send(self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None) -> Replies:
-        """Send a question to sites that are asked at the same points; `sent` are these where they are rounded."""
-        work = None if question.work is None else question.work.at([k for k, yes in enumerate(wanted) if yes])
+    def _send(
+        self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None
+    ) -> Replies:
+        """Send a question to sites that are asked at the same points.
+
+        `sent` are these where they are rounded.
+        """
+        work = (
+            None
+            if question.work is None
+            else question.work.at([k for k, yes in enumerate(wanted) if yes])
+        )
         points = question.points.detach()
         request = self._request(points if all(wanted) else points[wanted], question.step, work=work)
         moved = {name: rows[wanted] for name, rows in question.buffers.items()}
@@ -249,7 +313,8 @@ class Remote:
             batch_size=self.batch_size if question.batch_size is None else question.batch_size,
         )
         rounded = None if sent is None else sent[wanted]
-        message = pack_request(request, rounded)  # a copy: a late site may still be sent to when points have moved
+        # a copy: a late site may still be sent to when points have moved
+        message = pack_request(request, rounded)
         return self._transport.send(names, "gradients", message)
 
     def _answers(
@@ -266,11 +331,15 @@ class Remote:
             replies = sent.wait()
             for name in names:
                 places = asked[name].nonzero().flatten().tolist()
-                answer = self._read(name, replies.get(name), question.step, points[:1].expand(len(places), -1))
+                answer = self._read(
+                    name, replies.get(name), question.step, points[:1].expand(len(places), -1)
+                )
                 if isinstance(answer, str):
                     left_out[name] = answer
                     continue
-                finite = {place: row for place, row in zip(places, answer, strict=True) if is_finite(row)}
+                finite = {
+                    place: row for place, row in zip(places, answer, strict=True) if is_finite(row)
+                }
                 usable |= {(place, self.names.index(name)): row for place, row in finite.items()}
                 if len(finite) < len(places):
                     left_out[name] = "not finite"
@@ -278,7 +347,11 @@ class Remote:
         return self._where_enough(question, usable, asked, left_out), left_out
 
     def _where_enough(
-        self, question: Question, usable: Given, asked: Mapping[str, Tensor], left_out: dict[str, str]
+        self,
+        question: Question,
+        usable: Given,
+        asked: Mapping[str, Tensor],
+        left_out: dict[str, str],
     ) -> Given:
         """Use nobody's gradient at a point where fewer than `minimum` answered, and tell when a step is alone."""
         numbers = collections.Counter(place for place, _ in usable)
@@ -304,5 +377,7 @@ class Remote:
             self._transport.received(name, reply["gradients"].nbytes)
             self._examples[name] = whole_number(reply.get("examples"))
             self._noise[name] = noise_told(reply.get("noise"))
-            self._transport.traffic[name].seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
+            self._transport.traffic[name].seconds_computing += seconds_told(
+                reply.get("seconds"), self.timeout
+            )
         return "no answer" if answer is None else answer

@@ -24,11 +24,13 @@ class SiteHealth:
 class Liveness:
     """Who is waited for: who gives nothing `misses` times in a row is dropped, and taken back when it says so.
 
-    Every `probe_every` steps a question in the background finds out. One that comes back and again gives nothing is
-    dropped at once, for twice as long each time.
+    Every `probe_every` steps a question in the background finds out. One that comes back and again
+    gives nothing is dropped at once, for twice as long each time.
     """
 
-    def __init__(self, transport: CountedTransport, names: Sequence[str], *, misses: int, probe_every: int) -> None:
+    def __init__(
+        self, transport: CountedTransport, names: Sequence[str], *, misses: int, probe_every: int
+    ) -> None:
         self._transport, self._misses, self._probe_every = transport, misses, probe_every
         self._sites = {name: SiteHealth(probe_every) for name in names}
 
@@ -38,12 +40,19 @@ class Liveness:
         return tuple(name for name, site in self._sites.items() if site.missed >= self._misses)
 
     def not_asked(self, names: Collection[str], step: int) -> dict[str, str]:
-        """Return which of these sites are not asked in a step, and why; one that is back is asked again."""
+        """Return which of these sites are not asked in a step, and why.
+
+        One that is back is asked again.
+        """
         self._take_back(step, names)
         dropped = self.dropped
         # One that missed this step at another point is not waited for at this one.
-        silent = [name for name in names if self._sites[name].silent_at == step and name not in dropped]
-        return dict.fromkeys(silent, "no answer") | {n: "not waited for" for n in names if n in dropped}
+        silent = [
+            name for name in names if self._sites[name].silent_at == step and name not in dropped
+        ]
+        return dict.fromkeys(silent, "no answer") | {
+            n: "not waited for" for n in names if n in dropped
+        }
 
     def answered(self, name: str) -> None:
         """Take note that a site has answered."""
@@ -56,7 +65,13 @@ class Liveness:
         if site.missed >= self._misses:
             site.since = step
             said = "" if why is None else f" ({why})"
-            logger.warning("step %d: %s gave nothing %d times%s, not waited for", step, name, self._misses, said)
+            logger.warning(
+                "step %d: %s gave nothing %d times%s, not waited for",
+                step,
+                name,
+                self._misses,
+                said,
+            )
 
     def _take_back(self, step: int, names: Collection[str]) -> None:
         """Take back the sites that have answered a question in the background, and put it to the others."""

@@ -1,4 +1,7 @@
-"""Masked sums over sites: user 0 sees the sum of the sites' gradients, or of each group's, and nobody's own."""
+"""Masked sums over sites.
+
+User 0 sees the sum of the sites' gradients, or of each group's, and nobody's own.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +37,10 @@ class SecureSums:
     def ask(
         self, request: dict[str, Any], weights: Mapping[str, float]
     ) -> Callable[[], tuple[Tensor | None, dict[str, str]]]:
-        """Ask sites for their parts, by a message; return at once what waits for the sum, or why there is none."""
+        """Ask sites for their parts, by a message.
+
+        Return at once what waits for the sum, or why there is none.
+        """
         agreed = self.sums.agree(weights, request["step"], self._asked)
         if agreed is None:
             return lambda: (None, {})
@@ -62,10 +68,12 @@ class SecureSums:
 
 
 class MaskedGroups:
-    """What carries messages to groups of sites: to each site, and back the masked mean of those of a group.
+    """What carries messages to groups of sites.
 
-    A site is in one group, and keeps its group for the job. So whatever user 0 makes of the groups' means, at
-    whatever weights, is a sum in which all sites of a group weigh alike.
+    To each site, and back the masked mean of those of a group.
+
+    A site is in one group, and keeps its group for the job. So whatever user 0 makes of the groups'
+    means, at whatever weights, is a sum in which all sites of a group weigh alike.
 
     Args:
         sites: what carries messages to sites.
@@ -87,15 +95,19 @@ class MaskedGroups:
     ) -> None:
         members = [site for group in groups.values() for site in group]
         if stray := [site for site in members if site not in names]:
-            raise KnobError(f"`secure_sums` names an unknown site {stray[0]!r}; the sites are {', '.join(names)}")
+            raise KnobError(
+                f"`secure_sums` names an unknown site {stray[0]!r}; the sites are"
+                f" {', '.join(names)}"
+            )
         if twice := [site for site in members if members.count(site) > 1]:
             raise KnobError(
-                f"`secure_sums` must have a site in one group, got {twice[0]!r} in more: they would tell"
+                f"`secure_sums` must have a site in one group, got {twice[0]!r} in more: they would"
+                " tell"
             )
         if lone := [name for name, group in groups.items() if len(group) < 2]:
             raise KnobError(
-                f"`secure_sums` must have at least two sites in a group, got {len(groups[lone[0]])} in "
-                f"{lone[0]!r}: nothing hides one alone; most sites want three"
+                f"`secure_sums` must have at least two sites in a group, got {len(groups[lone[0]])}"
+                f" in {lone[0]!r}: nothing hides one alone; most sites want three"
             )
         self._sites = sites
         self._tau = {name: dict.fromkeys(group, 1 / len(group)) for name, group in groups.items()}
@@ -112,30 +124,52 @@ class MaskedGroups:
             return LocalReplies({name: self._ready(name, timeout) for name in names})
         request = arguments["request"]
         asked = {name: self._sums[name].ask(request, self._tau[name]) for name in names}
-        return GroupReplies({name: partial(self._mean, name, request, waiting) for name, waiting in asked.items()})
+        return GroupReplies(
+            {name: partial(self._mean, name, request, waiting) for name, waiting in asked.items()}
+        )
 
     def _ready(self, name: str, timeout: float) -> dict[str, Any]:
         """Say whether a group has a sum to give, and how many examples its sites say they have."""
         here = [site for site in self._tau[name] if site not in self._sums[name].sums.lost]
         told = [
-            reply for reply in self._sites.ask(here, "ready", timeout).wait().values() if isinstance(reply, dict)
+            reply
+            for reply in self._sites.ask(here, "ready", timeout).wait().values()
+            if isinstance(reply, dict)
         ]
         sizes = [whole_number(reply.get("size")) for reply in told]
-        return {"willing": len(here) > 1, "size": None if None in sizes else sum(n or 0 for n in sizes)}
+        return {
+            "willing": len(here) > 1,
+            "size": None if None in sizes else sum(n or 0 for n in sizes),
+        }
 
     def _mean(
-        self, name: str, request: Mapping[str, Any], waiting: Callable[[], tuple[Tensor | None, dict[str, str]]]
+        self,
+        name: str,
+        request: Mapping[str, Any],
+        waiting: Callable[[], tuple[Tensor | None, dict[str, str]]],
     ) -> dict[str, Any]:
-        """Return the reply of a group: the mean over the sites that are left of it, or why there is none."""
+        """Return the reply of a group.
+
+        The mean over the sites that are left of it, or why there is none.
+        """
         summed, left_out = waiting()
         if summed is None:
             reasons = left_out or self._sums[name].sums.lost
-            return {"refused": "; ".join(f"{site}: {why}" for site, why in reasons.items()) or "too few sites"}
+            return {
+                "refused": (
+                    "; ".join(f"{site}: {why}" for site, why in reasons.items()) or "too few sites"
+                )
+            }
         points, told, tau = request["points"], self._sums[name].told, self._tau[name]
         share = math.fsum(tau[site] for site in told)
         counts = [whole_number(reply.get("examples")) for reply in told.values()]
-        noise = math.hypot(*(tau[site] * noise_told(reply.get("noise")) for site, reply in told.items()))
-        about = {"examples": None if None in counts else sum(n or 0 for n in counts), "noise": noise / share}
+        noise = math.hypot(
+            *(tau[site] * noise_told(reply.get("noise")) for site, reply in told.items())
+        )
+        about = {
+            "examples": None if None in counts else sum(n or 0 for n in counts),
+            "noise": noise / share,
+        }
         mean = (summed / share).numpy().reshape(points.shape).astype(points.dtype)
         return {"gradients": mean, "site": name, "step": request["step"], "seconds": 0.0, **about}
 

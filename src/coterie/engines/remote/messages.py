@@ -23,7 +23,10 @@ MAX_EXTRA_BYTES = 4096
 
 
 def pack_request(request: Request, points: Tensor | None = None) -> dict[str, Any]:
-    """Return a request as a message; with `points` in place of its own, which may be in half precision."""
+    """Return a request as a message.
+
+    With `points` in place of its own, which may be in half precision.
+    """
     buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
     sent = to_array(request.points) if points is None else _encoded(points)
     message = vars(request) | {"points": sent, "buffers": buffers}
@@ -42,7 +45,9 @@ def request_bytes(message: dict[str, Any]) -> int:
 def answer_message(
     peer: Peer, caller: str, request: Any, share: NoiseShare | None = None, *, masked: bool = False
 ) -> dict[str, Any]:
-    """Return a peer's reply to a message, as a message; for a masked sum, with a share of its noise.
+    """Return a peer's reply to a message, as a message.
+
+    For a masked sum, with a share of its noise.
 
     Of an error only its kind leaves the site: its text may hold what is in the data.
     """
@@ -54,14 +59,23 @@ def answer_message(
             if isinstance(read, str)
             else peer.answer(read, caller, share, masked=masked)
         )
-    except Exception as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
+    except (
+        Exception
+    ) as error:  # whatever it is, user 0 is told that there is no gradient, and the log why
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
         return {"refused": reply.refused}
     gradients, asked_as = reply.gradients, _decoded(request["points"])
-    if asked_as is not None and share is None:  # in half precision a share of noise could be rounded away
+    if (
+        asked_as is not None and share is None
+    ):  # in half precision a share of noise could be rounded away
         gradients = peer.rounded(gradients, asked_as.dtype, caller)
-    about = {"site": peer.user.name, "step": step, "seconds": reply.seconds, "examples": reply.examples}
+    about = {
+        "site": peer.user.name,
+        "step": step,
+        "seconds": reply.seconds,
+        "examples": reply.examples,
+    }
     about |= {} if reply.noise is None else {"noise": reply.noise}
     return {"gradients": _encoded(gradients), **about}
 
@@ -101,12 +115,18 @@ def read_part(name: str, reply: Any, step: int, round_: int, size: int) -> Words
         "no answer": reply is None,
         "not a masked part": not isinstance(part, np.ndarray) or part.dtype != np.uint32,
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
-        "of another step": _is_other(fields.get("step"), step) or _is_other(fields.get("round"), round_),
+        "of another step": (
+            _is_other(fields.get("step"), step) or _is_other(fields.get("round"), round_)
+        ),
     }
     reasons = [reason for reason, is_so in wrong.items() if is_so]
     if reasons or not isinstance(part, np.ndarray):
         return reasons[0]
-    return part if part.shape == (size + N_CHECKS,) else f"shape {part.shape} instead of {(size + N_CHECKS,)}"
+    return (
+        part
+        if part.shape == (size + N_CHECKS,)
+        else f"shape {part.shape} instead of {(size + N_CHECKS,)}"
+    )
 
 
 def _is_other(number: Any, expected: int) -> bool:
@@ -156,9 +176,16 @@ def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
 
 
 def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array to send; of bfloat16, which NumPy does not have, its bits as whole numbers of 16 bits."""
+    """Return an array to send.
+
+    Of bfloat16, which NumPy does not have, its bits as whole numbers of 16 bits.
+    """
     plain = tensor.detach().cpu()
-    return np.array(plain.view(torch.int16).numpy()) if plain.dtype == torch.bfloat16 else to_array(plain)
+    return (
+        np.array(plain.view(torch.int16).numpy())
+        if plain.dtype == torch.bfloat16
+        else to_array(plain)
+    )
 
 
 def _decoded(array: Any) -> Tensor | None:

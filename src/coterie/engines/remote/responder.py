@@ -1,4 +1,7 @@
-"""What a site answers, whatever carries the messages: gradients, or its part of sums that hide the parts."""
+"""What a site answers, whatever carries the messages.
+
+Gradients, or its part of sums that hide the parts.
+"""
 
 import functools
 from typing import Any
@@ -18,8 +21,8 @@ class Responder:
 
     Args:
         peer: what computes the gradients.
-        sums: which sums it takes part in. With None it also gives gradients on their own, and takes part in the
-            sums that `SumsOnly()` allows.
+        sums: which sums it takes part in. With None it also gives gradients on their own, and takes
+            part in the sums that `SumsOnly()` allows.
 
     Example:
         >>> import torch
@@ -38,12 +41,16 @@ class Responder:
 
     def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
         """Say whether there is a gradient to give, and what is given at most; see `Peer.terms`."""
-        return self.peer.terms(batch_size, gradients) | ({"sums_of": self.sums.peers} if self.only_sums else {})
+        return self.peer.terms(batch_size, gradients) | (
+            {"sums_of": self.sums.peers} if self.only_sums else {}
+        )
 
     def gradients(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
         """Return the gradients asked for, or why there are none; see `Peer.answer`."""
         if self.only_sums:
-            return self._refused("it gives masked sums only; set `secure_sums` in [training]", caller, request)
+            return self._refused(
+                "it gives masked sums only; set `secure_sums` in [training]", caller, request
+            )
         return answer_message(self.peer, caller, request)
 
     @functools.cached_property
@@ -67,14 +74,19 @@ class Responder:
         return {"joined": agreed.digest.hex()}
 
     def part(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
-        """Return the masked part of a sum: the gradients asked for, by their weight, or why there are none.
+        """Return the masked part of a sum.
 
-        The masks are those of this request, and its `round` must be larger than the last, so that no mask is used
-        twice.
+        The gradients asked for, by their weight, or why there are none.
+
+        The masks are those of this request, and its `round` must be larger than the last, so that
+        no mask is used twice.
         """
         fields = request if isinstance(request, dict) else {}
         try:
-            context, masks = digest_of(request), self.member.next_round(fields.get("round"), fields.get("work"))
+            context, masks = (
+                digest_of(request),
+                self.member.next_round(fields.get("round"), fields.get("work")),
+            )
             share = masks.agreement.share_of(masks.site)
             reply = answer_message(self.peer, caller, request, share, masked=True)
             if "gradients" not in reply:

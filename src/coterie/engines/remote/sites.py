@@ -27,8 +27,8 @@ class Sites(Protocol):
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Send a message to sites and return at once; a site has so many seconds to answer.
 
-        `method` and its arguments, of plain data and arrays, are those of a `Responder`: "ready", "gradients", and
-        for masked sums "offer", "join" and "part".
+        `method` and its arguments, of plain data and arrays, are those of a `Responder`: "ready",
+        "gradients", and for masked sums "offer", "join" and "part".
         """
 
 
@@ -48,12 +48,17 @@ class LocalReplies:
 
 
 class LocalSites:
-    """Sites in this process: a consortium with no network between. Nobody answers for a name without a peer."""
+    """Sites in this process.
+
+    A consortium with no network between. Nobody answers for a name without a peer.
+    """
 
     def __init__(self, peers: Mapping[str, Peer], sums: SumsOnly | None = None) -> None:
         self.responders = {name: Responder(peer, sums) for name, peer in peers.items()}
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> LocalReplies:
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> LocalReplies:
         """Ask the sites that are here; see `Sites.ask`."""
         here = {name: self.responders[name] for name in names if name in self.responders}
         return LocalReplies({name: getattr(one, method)(**arguments) for name, one in here.items()})

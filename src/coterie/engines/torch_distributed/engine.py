@@ -22,7 +22,13 @@ from coterie.engines.rounding import Compress, relative_error
 from coterie.engines.sketch import sketch_size
 from coterie.engines.torch_distributed.exchange import Exchange
 from coterie.engines.torch_distributed.group import Group, in_short, join, noting_sigterm
-from coterie.engines.torch_distributed.hellos import HELLO, PROMISE, check_hellos, promises_in, strictest
+from coterie.engines.torch_distributed.hellos import (
+    HELLO,
+    PROMISE,
+    check_hellos,
+    promises_in,
+    strictest,
+)
 from coterie.engines.torch_distributed.reading import Reading
 from coterie.engines.torch_distributed.request import Ask
 from coterie.engines.torch_distributed.seal import Seal
@@ -41,21 +47,26 @@ __all__ = ["TorchDistributed", "join", "serve"]
 class TorchDistributed:
     """The gradients of peers in other processes, each of which calls `serve`; for user 0, rank 0.
 
-    A step is one broadcast of x and one reduce of the peers' weighted gradients, or one gather where a rule needs
-    every peer's. User 0 computes its own gradient meanwhile. One lost process ends the run with `PeerLost`, after
-    which it can be resumed.
+    A step is one broadcast of x and one reduce of the peers' weighted gradients, or one gather
+    where a rule needs every peer's. User 0 computes its own gradient meanwhile. One lost process
+    ends the run with `PeerLost`, after which it can be resumed.
 
     Args:
-        model, loss, me, batch_size, seed: as for `InProcess`; user 0's examples stay in this process.
+        model, loss, me, batch_size, seed: as for `InProcess`; user 0's examples stay in this
+        process.
         peers: who is expected, by name; whoever comes when empty.
-        gather: collect every peer's gradient for an average too and add them up here, in order, to the same bits
-            as `InProcess(one_by_one=True)`; the peers' share of the traffic is then no longer shared among them.
-        compress: round x and the gradients to "bf16" or "fp16" on the way; what a message loses is added to the
-            next. The largest relative error of each user is its `rounding` in the record's traffic.
-        secure_sums: see the peers' weighted sum only, by masks, which hide the parts from all other processes too;
-            see `MaskedSums`. τ then stays as it is for the run.
-        misses: with `secure_sums`, steps in a row after which a peer that refuses is left out for good.
-        largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is about 1e-9 of it.
+        gather: collect every peer's gradient for an average too and add them up here, in order, to
+            the same bits as `InProcess(one_by_one=True)`; the peers' share of the traffic is then
+            no longer shared among them.
+        compress: round x and the gradients to "bf16" or "fp16" on the way; what a message loses is
+            added to the next. The largest relative error of each user is its `rounding` in the
+            record's traffic.
+        secure_sums: see the peers' weighted sum only, by masks, which hide the parts from all other
+            processes too; see `MaskedSums`. τ then stays as it is for the run.
+        misses: with `secure_sums`, steps in a row after which a peer that refuses is left out for
+            good.
+        largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is
+            about 1e-9 of it.
         backend: "gloo" or "nccl"; nccl where the model is on a GPU, when None.
         timeout: seconds after which a process that does not answer is taken for lost.
         group: the processes, where they have already been joined.
@@ -81,14 +92,23 @@ class TorchDistributed:
     ) -> None:
         if secure_sums and (gather or compress):
             name = "gather" if gather else "compress"
-            raise KnobError(f"`{name}` must be left out with `secure_sums`: masked parts are added up, exactly")
+            raise KnobError(
+                f"`{name}` must be left out with `secure_sums`: masked parts are added up, exactly"
+            )
         sums = MaskedSums(misses=misses, largest=largest) if secure_sums else None
         self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
         self.group = group or join(timeout)
         if self.group.rank:
             rank = self.group.rank
-            raise KnobError(f"this process is rank {rank}; user 0 is rank 0, and every other must `serve`")
-        self.me, self.gather, self.compress, self.secure_sums = me.name, gather, compress, secure_sums
+            raise KnobError(
+                f"this process is rank {rank}; user 0 is rank 0, and every other must `serve`"
+            )
+        self.me, self.gather, self.compress, self.secure_sums = (
+            me.name,
+            gather,
+            compress,
+            secure_sums,
+        )
         device = self.own.passes.parameters.device
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         self.wire = self._announced(model, batch_size=batch_size, seed=seed)
@@ -117,17 +137,27 @@ class TorchDistributed:
         self.group.leave_note("run", run | {"moves_buffers": moves, "backend": self.backend})
         return wire
 
-    def gradients(self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False) -> Gradients:
+    def gradients(
+        self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
+    ) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         if rows and self._sums is not None:
-            raise KnobError("masked sums have no rows; use a rule that needs none, with `rows=False`")
+            raise KnobError(
+                "masked sums have no rows; use a rule that needs none, with `rows=False`"
+            )
         if not weights or not self._agree(weights, step):
             self._check_told_to_end()
             self._stay_in_touch()
             mine = self.own.gradients(x, step, {})
-            return mine if self._sums is None or not weights else self._sums.sums.with_sum(mine, None, {}, weights)
+            return (
+                mine
+                if self._sums is None or not weights
+                else self._sums.sums.with_sum(mine, None, {}, weights)
+            )
         before, began = self.own.passes.buffers() if self.wire.moving else {}, time.perf_counter()
-        asked = torch.tensor([[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64)
+        asked = torch.tensor(
+            [[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64
+        )
         buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
         ask = Ask.ROWS if rows or self.gather else Ask.SUM if self._sums is None else Ask.PART
         exchange = self._begin(ask, Question(x.detach()[None], step, asked, buffers=buffers))
@@ -145,7 +175,9 @@ class TorchDistributed:
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers at several points in one exchange; see `AsksAtPoints.ask`."""
         if self._sums is not None:
-            raise KnobError("masked sums are of gradients at one point, and have no rows; ask by `gradients`")
+            raise KnobError(
+                "masked sums are of gradients at one point, and have no rows; ask by `gradients`"
+            )
         if self.sums_only is not None:
             # Who asks at many points finds the weights itself, and takes what can be had.
             question = replace(question, weights=self.sums_only.nearest(question.weights))
@@ -156,10 +188,16 @@ class TorchDistributed:
         """Let peers take steps of their own; see `WorksLocally.local_work`."""
         buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
         question = replace(question, buffers=buffers | dict(question.buffers))
-        return partial(self._answers, self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question))
+        return partial(
+            self._answers,
+            self._begin(Ask.ROWS if question.rows or self.gather else Ask.SUM, question),
+        )
 
     def _agree(self, weights: Mapping[str, float], step: int) -> bool:
-        """Say whether there is a sum of these peers to be had; one that is masked they may have to agree on."""
+        """Say whether there is a sum of these peers to be had.
+
+        One that is masked they may have to agree on.
+        """
         if self._sums is None:
             return True
         self._check_told_to_end()
@@ -186,7 +224,11 @@ class TorchDistributed:
         device = exchange.question.points.device
         answers = exchange.answers.to(device)
         sketches = None if exchange.sketches is None else exchange.sketches.to(device)
-        return answers, sketches, self._count(exchange, (seconds[0], time.perf_counter() - seconds[1]))
+        return (
+            answers,
+            sketches,
+            self._count(exchange, (seconds[0], time.perf_counter() - seconds[1])),
+        )
 
     def _answers(self, exchange: Exchange) -> Answers:
         """Wait for the peers, and return what they answered at several points."""
@@ -199,17 +241,24 @@ class TorchDistributed:
             "engine": "torch.distributed",
             "backend": self.backend,
             "device": str(self.own.passes.parameters.device),
-            "average": "gather, added up in order" if self.gather else "reduce" + ", masked" * self.secure_sums,
+            "average": (
+                "gather, added up in order"
+                if self.gather
+                else "reduce" + ", masked" * self.secure_sums
+            ),
             "rows": "gather" if self.capabilities.rows else "none: sums only",
             "compress": self.compress,
             "peers": {hello["name"]: hello["examples"] for hello in self.hellos},
-            "data": " ".join([self.own.sampler.me.fingerprint(), *(hello["data"] for hello in self.hellos)]),
+            "data": " ".join(
+                [self.own.sampler.me.fingerprint(), *(hello["data"] for hello in self.hellos)]
+            ),
         }
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, and the time it took, by user.
 
-        Bytes are those of the messages, not what ranks pass on for each other in a broadcast or a reduce.
+        Bytes are those of the messages, not what ranks pass on for each other in a broadcast or a
+        reduce.
         """
         return self._traffic
 
@@ -219,31 +268,43 @@ class TorchDistributed:
             if self._whole:
                 self._whole = False
                 self.wire.request.ask(Ask.END)
-                with contextlib.suppress(RuntimeError, PeerLost):  # whoever is gone need not be told
+                # whoever is gone need not be told
+                with contextlib.suppress(RuntimeError, PeerLost):
                     self.wire.send_request().wait()
                     self._promises |= promises_in(self._last_words())
             self.group.disconnect()
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what private peers promise and have spent; after `close` with what this run has cost."""
+        """Return what private peers promise and have spent.
+
+        After `close` with what this run has cost.
+        """
         return self._promises
 
     def _last_words(self) -> list[dict[str, Any]]:
         """Return what each private peer says when the run has ended, in the form of a hello."""
         ranks = {rank: name for rank, name in enumerate(self.names, 1) if name in self._promises}
-        said = {name: self.group.read_note(f"{PROMISE}/{rank}", repr(name)) for rank, name in ranks.items()}
+        said = {
+            name: self.group.read_note(f"{PROMISE}/{rank}", repr(name))
+            for rank, name in ranks.items()
+        }
         return [{"name": name, "promise": promise} for name, promise in said.items()]
 
     def _meet(self, expected: Sequence[str]) -> list[dict[str, Any]]:
         """Return what each peer says of itself, once all are there and fit together."""
-        hellos = [self.group.read_note(f"hello/{rank}", f"rank {rank}", **HELLO) for rank in self.group.others]
+        hellos = [
+            self.group.read_note(f"hello/{rank}", f"rank {rank}", **HELLO)
+            for rank in self.group.others
+        ]
         try:
             check_hellos(self.me, self.wire, hellos, expected, gather=self.gather)
         except CoterieError as error:
             self.group.leave_note("go", {"refused": str(error)})
             raise
         rows = strictest(hellos) is None
-        self.sketch = None if self.gather or self.secure_sums else sketch_size(self.wire.size, rows=rows)
+        self.sketch = (
+            None if self.gather or self.secure_sums else sketch_size(self.wire.size, rows=rows)
+        )
         self.group.leave_note("go", {"refused": None, "sketch": self.sketch})
         return hellos
 
@@ -298,6 +359,12 @@ class TorchDistributed:
         missing = self.group.roll_call()
         names = [self.names[rank - 1] for rank in missing]
         known = zip(names, missing.items(), strict=True)
-        shown = [f"{name!r} (rank {rank}: {why or 'no sign of life'})" for name, (rank, why) in known]
-        who = f"lost {', '.join(shown)}" if shown else "lost the connection, though every peer still answers"
+        shown = [
+            f"{name!r} (rank {rank}: {why or 'no sign of life'})" for name, (rank, why) in known
+        ]
+        who = (
+            f"lost {', '.join(shown)}"
+            if shown
+            else "lost the connection, though every peer still answers"
+        )
         return PeerLost(f"{who} ({in_short(cause)})", names)

@@ -1,4 +1,7 @@
-"""An exchange under torch.distributed: user 0's question on its way to the peers, and their answers back."""
+"""An exchange under torch.distributed.
+
+User 0's question on its way to the peers, and their answers back.
+"""
 
 from dataclasses import dataclass
 from typing import Self
@@ -23,7 +26,10 @@ class Exchange:
 
     @classmethod
     def begun(cls, wire: Wire, ask: Ask, question: Question, sketch: int | None) -> Self:
-        """Begin to send a question and to collect the answers; sketches have so many numbers each."""
+        """Begin to send a question and to collect the answers.
+
+        Sketches have so many numbers each.
+        """
         added = question.work is not None and question.work.add is not None
         if (len(question.points), added) != (wire.n_points, wire.added):
             wire.request.ask(Ask.POINTS, len(question.points), int(added))

@@ -1,4 +1,7 @@
-"""The processes of a run under torch.distributed: how they meet, and who is missing when a message fails."""
+"""The processes of a run under torch.distributed.
+
+How they meet, and who is missing when a message fails.
+"""
 
 import hmac
 import json
@@ -37,7 +40,8 @@ class Group:
     rank: int  # of this process; 0 is user 0's
     size: int
     timeout: float  # the seconds that any wait may last
-    secret: bytes | None = field(default=None, repr=False)  # with which notes and requests are tagged
+    # with which notes and requests are tagged
+    secret: bytes | None = field(default=None, repr=False)
     number: int = 0  # how many groups these processes have formed before
 
     @property
@@ -52,20 +56,24 @@ class Group:
         self.store.set(key, tag + text)
 
     def read_note(self, key: str, whose: str, kind: type = dict, /, **entries: Any) -> Any:
-        """Return a note, once it is there; one that does not come in time, or that is no such note, is `PeerLost`.
+        """Return a note, once it is there.
+
+        One that does not come in time, or that is no such note, is `PeerLost`.
 
         Args:
             key: what it is called.
             whose: who leaves it, for the error.
             kind: what a note is.
-            entries: of which type each entry is, where it is a dict; a tuple where several are right.
+            entries: of which type each entry is, where it is a dict; a tuple where several are
+                right.
         """
         try:
             data = self.store.get(key)
         except dist.DistError as error:
             raise PeerLost(
-                f"{whose} did not come within {self.timeout:g} s; start all {self.size} processes, with the same "
-                f"MASTER_ADDR and MASTER_PORT ({printable(str(error).splitlines()[0])})"
+                f"{whose} did not come within {self.timeout:g} s; start all {self.size} processes,"
+                " with the same MASTER_ADDR and MASTER_PORT"
+                f" ({printable(str(error).splitlines()[0])})"
             ) from error
         try:
             text = data.decode()
@@ -75,7 +83,9 @@ class Group:
                     raise PeerLost(_forged(key, whose, "it has no tag of this cluster's secret"))
             note: Any = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
-            raise PeerLost(_forged(key, whose, f"it is not readable, {type(error).__name__}")) from error
+            raise PeerLost(
+                _forged(key, whose, f"it is not readable, {type(error).__name__}")
+            ) from error
         fits = isinstance(note, kind)
         if not fits:
             raise PeerLost(_forged(key, whose, "it is of another kind"))
@@ -93,9 +103,13 @@ class Group:
             stay_on_loopback()
         store = PrefixStore("connections", self.store)
         try:
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=waiting)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=waiting
+            )
         except (RuntimeError, ValueError) as error:
-            raise PeerLost(f"not all {self.size} processes could connect: {printable(error)}") from error
+            raise PeerLost(
+                f"not all {self.size} processes could connect: {printable(error)}"
+            ) from error
 
     def disconnect(self) -> None:
         """Close the connections, which everybody who still waits on one notices at once."""
@@ -104,7 +118,8 @@ class Group:
 
     def answer_roll_call(self, why: str = CUT_OFF) -> None:
         """Say that this process is alive, or why it ends."""
-        with suppress(dist.DistError):  # whoever kept the notes is gone, and so is who would have read this one
+        # whoever kept the notes is gone, and so is who would have read this one
+        with suppress(dist.DistError):
             self.leave_note(f"present/{self.rank}", why)
 
     def roll_call(self) -> dict[int, str]:
@@ -130,7 +145,8 @@ class Group:
 def join(timeout: float = 120.0) -> Group:
     """Return the group that torchrun (or whoever set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) started.
 
-    Every process must join as often as every other: a second run of the same processes is a second group.
+    Every process must join as often as every other: a second run of the same processes is a second
+    group.
 
     Args:
         timeout: seconds that any wait may last.
@@ -142,10 +158,14 @@ def join(timeout: float = 120.0) -> Group:
     try:
         store, used = _stores.get(place) or (_opened(place, waiting), 0)
     except dist.DistError as error:
-        raise PeerLost(f"nobody answers at {place.address}:{place.port}: {error}; start rank 0 there") from error
+        raise PeerLost(
+            f"nobody answers at {place.address}:{place.port}: {error}; start rank 0 there"
+        ) from error
     _stores[place] = store, used + 1
     store.set_timeout(waiting)
-    return Group(PrefixStore(f"coterie {used}", store), place.rank, place.size, timeout, secret, used)
+    return Group(
+        PrefixStore(f"coterie {used}", store), place.rank, place.size, timeout, secret, used
+    )
 
 
 def check_seconds(name: str, seconds: float) -> None:
@@ -164,8 +184,9 @@ def _opened(place: Place, waiting: timedelta) -> Store:
 
 def _forged(key: str, whose: str, why: str) -> str:
     return (
-        f"the note {key!r} of {whose} is not one that a process of this run leaves: {why}. Use a network that "
-        "strangers do not reach, and one secret in all processes (COTERIE_SECRET_FILE)"
+        f"the note {key!r} of {whose} is not one that a process of this run leaves: {why}. Use a"
+        " network that strangers do not reach, and one secret in all processes"
+        " (COTERIE_SECRET_FILE)"
     )
 
 
@@ -176,7 +197,9 @@ def in_short(error: str) -> str:
 
 @contextmanager
 def noting_sigterm() -> Iterator[threading.Event]:
-    """Set an event at a SIGTERM instead of ending at once; torchrun sends it to the others when one is gone.
+    """Set an event at a SIGTERM instead of ending at once.
+
+    Torchrun sends it to the others when one is gone.
 
     Outside the main thread signals cannot be caught, and nothing changes.
     """

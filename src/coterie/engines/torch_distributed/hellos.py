@@ -24,7 +24,12 @@ def strictest(hellos: Sequence[Mapping[str, Any]]) -> SumsOnly | None:
 
 
 def check_hellos(
-    me: str, wire: Wire, hellos: Sequence[Mapping[str, Any]], expected: Sequence[str], *, gather: bool = False
+    me: str,
+    wire: Wire,
+    hellos: Sequence[Mapping[str, Any]],
+    expected: Sequence[str],
+    *,
+    gather: bool = False,
 ) -> None:
     """Refuse peers that do not fit user 0 or each other."""
     names = [hello["name"] for hello in hellos]
@@ -35,23 +40,28 @@ def check_hellos(
         theirs, ours = (hello["size"], hello["dtype"]), (wire.size, str(wire.dtype))
         if theirs != ours:
             raise ModelError(
-                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of {theirs[1]}, user 0 one "
-                f"of {ours[0]} of {ours[1]}; build the same model in every process"
+                f"rank {rank} ({hello['name']!r}) has a model of {theirs[0]} parameters of"
+                f" {theirs[1]}, user 0 one of {ours[0]} of {ours[1]}; build the same model in every"
+                " process"
             )
         if not hello["name"].isprintable():
-            raise DataError(f"rank {rank} has the name {hello['name'][:80]!r}; a name must be printable text")
+            raise DataError(
+                f"rank {rank} has the name {hello['name'][:80]!r}; a name must be printable text"
+            )
         if (hello["sums_only"] and len(hello["sums_only"]) != 2) or not hello["name"]:
             raise DataError(f"rank {rank} says of itself what cannot be: {printable(hello)}")
         if hello["sums_only"] and SumsOnly(*hello["sums_only"]).peers > len(hellos):
             raise KnobError(
-                f"rank {rank} ({hello['name']!r}) gives sums of {hello['sums_only'][0]} peers or more, and there "
-                f"are {len(hellos)}; start more, or agree on fewer (`--min-peers`)"
+                f"rank {rank} ({hello['name']!r}) gives sums of {hello['sums_only'][0]} peers or"
+                f" more, and there are {len(hellos)}; start more, or agree on fewer (`--min-peers`)"
             )
     check_names([me, *names])
     if expected and sorted(expected) != sorted(names):
         raise DataError(f"expected the peers {', '.join(expected)}, but {', '.join(names)} came")
     if gather and strictest(hellos) is not None:
-        raise KnobError("`gather` collects every peer's gradient, but a peer gives sums only; leave it out")
+        raise KnobError(
+            "`gather` collects every peer's gradient, but a peer gives sums only; leave it out"
+        )
 
 
 def promises_in(said: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -32,8 +32,8 @@ class Place:
         names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
         if missing := [name for name in names if name not in os.environ]:
             raise KnobError(
-                f"torch.distributed needs the environment variable {missing[0]}; start the processes with "
-                f"torchrun, or set {', '.join(names)} for each"
+                f"torch.distributed needs the environment variable {missing[0]}; start the"
+                f" processes with torchrun, or set {', '.join(names)} for each"
             )
         address, *numbers = (os.environ[name] for name in names)
         try:
@@ -43,7 +43,9 @@ class Place:
                 f"MASTER_PORT, RANK and WORLD_SIZE must be whole numbers, got {tuple(numbers)}"
             ) from error
         if place.size < 2:
-            raise KnobError("WORLD_SIZE is 1: user 0 would have no peers; start a process for each user")
+            raise KnobError(
+                "WORLD_SIZE is 1: user 0 would have no peers; start a process for each user"
+            )
         return place
 
     @property
@@ -57,20 +59,36 @@ class Place:
         return not self.rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def keep(self, waiting: timedelta, *, all_come: bool) -> Store:
-        """Open the store, keep it as long as this process lives, and return it: at once, or once all have come."""
+        """Open the store, keep it as long as this process lives, and return it.
+
+        At once, or once all have come.
+        """
         if self not in _kept:
             listener = _listener(self.address, self.port)
-            how: dict[str, Any] = {"timeout": waiting, "wait_for_workers": all_come, "master_listen_fd": listener}
+            how: dict[str, Any] = {
+                "timeout": waiting,
+                "wait_for_workers": all_come,
+                "master_listen_fd": listener,
+            }
             _kept[self] = TCPStore(self.address, self.port, self.size, is_master=True, **how)
         return _kept[self]
 
     def reach(self, waiting: timedelta) -> Store:
-        """Return a connection of its own to the store, whoever else has come; `DistError` where nobody keeps it."""
+        """Return a connection of its own to the store, whoever else has come.
+
+        `DistError` where nobody keeps it.
+        """
         try:
-            socket.create_connection((self.address, self.port), timeout=waiting.total_seconds()).close()
+            socket.create_connection(
+                (self.address, self.port), timeout=waiting.total_seconds()
+            ).close()
         except OSError as error:  # torch would try for long, and write much about it
-            raise dist.DistNetworkError(f"nobody answers at {self.address}:{self.port}: {error}") from error
-        store = TCPStore(self.address, self.port, is_master=False, timeout=waiting, wait_for_workers=False)
+            raise dist.DistNetworkError(
+                f"nobody answers at {self.address}:{self.port}: {error}"
+            ) from error
+        store = TCPStore(
+            self.address, self.port, is_master=False, timeout=waiting, wait_for_workers=False
+        )
         return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
@@ -90,16 +108,21 @@ def _listener(address: str, port: int) -> int:
             opened.pop_all()  # it is the store's from now on
     except OSError as error:
         raise KnobError(
-            f"MASTER_ADDR and MASTER_PORT must be an address of user 0's machine and a free port there, got "
-            f"{address}:{port} ({error.strerror or error})"
+            "MASTER_ADDR and MASTER_PORT must be an address of user 0's machine and a free port"
+            f" there, got {address}:{port} ({error.strerror or error})"
         ) from error
     if str(place[0]).startswith("127.") and address not in (place[0], "localhost"):
-        logger.warning("%s is %s here: processes on other machines cannot reach it", address, place[0])
+        logger.warning(
+            "%s is %s here: processes on other machines cannot reach it", address, place[0]
+        )
     return listener.detach()
 
 
 def stay_on_loopback() -> None:
-    """Let gloo, too, listen on this machine alone where everybody is on it; else it takes the host's address."""
+    """Let gloo, too, listen on this machine alone where everybody is on it.
+
+    Else it takes the host's address.
+    """
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost")) and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

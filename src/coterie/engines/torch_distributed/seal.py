@@ -1,4 +1,7 @@
-"""A shared secret under torch.distributed: notes and requests carry a tag that only who has the secret can make."""
+"""A shared secret under torch.distributed.
+
+Notes and requests carry a tag that only who has the secret can make.
+"""
 
 import hmac
 import os
@@ -28,7 +31,9 @@ def note_tag(secret: bytes, *parts: str) -> str:
 
 
 class Seal:
-    """Tags of the messages of one run, in order: none can be made without the secret, left out or sent again.
+    """Tags of the messages of one run, in order.
+
+    None can be made without the secret, left out or sent again.
 
     Args:
         secret: the cluster's.

@@ -1,6 +1,9 @@
-"""Masked sums under torch.distributed: what passes from rank to rank, and what user 0 gets of one peer, is noise.
+"""Masked sums under torch.distributed.
 
-Peers agree by notes, when user 0 says so in a message. The parts are added up on the way, as whole numbers.
+What passes from rank to rank, and what user 0 gets of one peer, is noise.
+
+Peers agree by notes, when user 0 says so in a message. The parts are added up on the way, as whole
+numbers.
 """
 
 import logging
@@ -28,7 +31,10 @@ ASKS = {"offer": Ask.OFFER, "join": Ask.JOIN}
 
 
 class SecureSums:
-    """The masked sums of one run, for user 0; see `MaskedSums`. What a message raises is left to the engine."""
+    """The masked sums of one run, for user 0.
+
+    See `MaskedSums`. What a message raises is left to the engine.
+    """
 
     def __init__(self, sums: MaskedSums, group: Group, wire: Wire, names: Sequence[str]) -> None:
         self.sums, self._group, self._wire, self._names = sums, group, wire, names
@@ -39,7 +45,12 @@ class SecureSums:
         return self.sums.agree(weights, step, self._asked) is not None
 
     def with_sum(
-        self, mine: Gradients, answers: Tensor, notes: Mapping[str, Notes], weights: Mapping[str, float], step: int
+        self,
+        mine: Gradients,
+        answers: Tensor,
+        notes: Mapping[str, Notes],
+        weights: Mapping[str, float],
+        step: int,
     ) -> Gradients:
         """Return user 0's gradient together with the sum in an answer."""
         told = {name: notes[name].outcomes[0] for name, weight in weights.items() if weight}
@@ -59,7 +70,10 @@ class SecureSums:
         self._wire.request.ask(ASKS[method], self._number)
         self._wire.send_request().wait()
         ranks = {name: 1 + self._names.index(name) for name in names}
-        return {name: self._group.read_note(_key(method, self._number, rank), name) for name, rank in ranks.items()}
+        return {
+            name: self._group.read_note(_key(method, self._number, rank), name)
+            for name, rank in ranks.items()
+        }
 
 
 class MaskedPart:
@@ -86,9 +100,15 @@ class MaskedPart:
     ) -> None:
         self.peer, self._group, self._batch_size = peer, group, run["batch_size"]
         self._shared = digest_of({"run": run, "constants": constants}).hex()
-        self.member = Member(peer.identity, sums, peer.norm_under_masks, peer.margin, masked_only=masked_only)
+        self.member = Member(
+            peer.identity, sums, peer.norm_under_masks, peer.margin, masked_only=masked_only
+        )
         self._takes_part, self._round = False, 0
-        logger.warning("%s: masked sums; its key has the fingerprint %s", peer.user.name, peer.identity.fingerprint)
+        logger.warning(
+            "%s: masked sums; its key has the fingerprint %s",
+            peer.user.name,
+            peer.identity.fingerprint,
+        )
 
     def agree(self, ask: Ask, number: int) -> None:
         """Offer a key, or join the sums of an agreement if it is to take part and consents."""
@@ -111,7 +131,10 @@ class MaskedPart:
             self.peer.ledger.note(sum_with=name, fingerprint=offer.fingerprint)
             if name != self.peer.user.name:
                 logger.warning(
-                    "%s: masked sums with %s, whose key is %s", self.peer.user.name, name, offer.fingerprint
+                    "%s: masked sums with %s, whose key is %s",
+                    self.peer.user.name,
+                    name,
+                    offer.fingerprint,
                 )
         return {"joined": agreed.digest.hex()}
 
@@ -121,9 +144,13 @@ class MaskedPart:
             return None, Outcome.NOTHING
         self._round += 1  # all peers count alike, since all get every message
         try:
-            context = digest_of({"shared": self._shared, "round": self._round, "message": message.cpu().numpy()})
+            context = digest_of(
+                {"shared": self._shared, "round": self._round, "message": message.cpu().numpy()}
+            )
             masks = self.member.next_round(self._round, request.work)
-            reply = self.peer.answer(request, share=masks.agreement.share_of(masks.site), masked=True)
+            reply = self.peer.answer(
+                request, share=masks.agreement.share_of(masks.site), masked=True
+            )
             if reply.gradients is None:
                 return None, Outcome.REFUSED
             part = masks.masked(to_array(reply.gradients), context)
@@ -135,7 +162,11 @@ class MaskedPart:
 
 def constants_of(model: nn.Module) -> dict[str, Any]:
     """Return the tensors of a model that are not trained, as arrays by name."""
-    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
     return {name: to_array(tensor) for name, tensor in (*frozen.items(), *model.named_buffers())}
 
 

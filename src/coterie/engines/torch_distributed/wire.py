@@ -1,10 +1,11 @@
 """What travels between user 0 and its peers under torch.distributed, the same at both ends.
 
-User 0 broadcasts a `PackedRequest` of P points. Each peer answers with a gradient for each and P + 3 notes: the
-outcome at each point, the relative error of its compression, and the seconds spent computing and waiting. Sums
-have places for every peer's notes, and each peer fills its own, so that one reduce brings the sums and all the
-notes. Where sketches are asked for, they are gathered after that. Masked parts of sums are whole numbers; the notes
-beside them are the bits of floating-point ones.
+User 0 broadcasts a `PackedRequest` of P points. Each peer answers with a gradient for each and P +
+3 notes: the outcome at each point, the relative error of its compression, and the seconds spent
+computing and waiting. Sums have places for every peer's notes, and each peer fills its own, so that
+one reduce brings the sums and all the notes. Where sketches are asked for, they are gathered after
+that. Masked parts of sums are whole numbers; the notes beside them are the bits of floating-point
+ones.
 """
 
 import math
@@ -34,7 +35,10 @@ _UNSEALED = "a message has no tag of this cluster's secret: it is not user 0's"
 
 
 class Outcome(IntEnum):
-    """What became of a request at a point: no gradient that can be used, a gradient, or a refusal."""
+    """What became of a request at a point.
+
+    No gradient that can be used, a gradient, or a refusal.
+    """
 
     NOTHING = 0
     GRADIENT = 1
@@ -54,8 +58,8 @@ class Notes:
 class Wire:
     """The messages of one run, and the tensors they are made in.
 
-    Where `moves_buffers`, the model's buffers change from step to step, and so must travel too. The backend says
-    on which device the tensors must be. With a seal, what user 0 sends is tagged.
+    Where `moves_buffers`, the model's buffers change from step to step, and so must travel too. The
+    backend says on which device the tensors must be. With a seal, what user 0 sends is tagged.
     """
 
     def __init__(
@@ -71,7 +75,12 @@ class Wire:
         if compress is not None and compress not in HALVES:
             raise KnobError(f'`compress` must be "bf16", "fp16" or None, got {compress!r}')
         parameters = Parameters(model)
-        self.model, self.n_peers, self.size, self.dtype = model, n_peers, parameters.size, parameters.dtype
+        self.model, self.n_peers, self.size, self.dtype = (
+            model,
+            n_peers,
+            parameters.size,
+            parameters.dtype,
+        )
         self.sent_as = self.dtype if compress is None else HALVES[compress]
         self.device = torch.device("cpu") if backend == "gloo" else parameters.device
         self.moving = dict(model.named_buffers()) if moves_buffers else {}
@@ -107,10 +116,17 @@ class Wire:
         if ask in ADDED:
             total = self.empty_answer(ask) if answer is None else answer
             return _begun(dist.reduce(total, 0, async_op=True)), total
-        return self._gathered(self.empty_answer(ask) if answer is None else answer, to_me=answer is None)
+        return self._gathered(
+            self.empty_answer(ask) if answer is None else answer, to_me=answer is None
+        )
 
-    def collect_sketches(self, n: int, k: int, sketches: Tensor | None = None) -> tuple[dist.Work, Tensor]:
-        """Begin to collect every peer's sketches (n, k); `sketches` are this peer's, and None for user 0."""
+    def collect_sketches(
+        self, n: int, k: int, sketches: Tensor | None = None
+    ) -> tuple[dist.Work, Tensor]:
+        """Begin to collect every peer's sketches (n, k).
+
+        `sketches` are this peer's, and None for user 0.
+        """
         mine = torch.zeros(n * k, dtype=self.sent_as, device=self.device)
         if sketches is not None:
             mine.copy_(sketches.flatten())
@@ -131,24 +147,36 @@ class Wire:
         """Return an answer of zeros: gradients that cannot be used."""
         places = (self.n_points + N_OTHER_NOTES) * (self.n_peers if ask in ADDED else 1)
         if ask is Ask.PART:
-            return torch.zeros(self.n_numbers + N_CHECKS + places, dtype=torch.int32, device=self.device)
+            return torch.zeros(
+                self.n_numbers + N_CHECKS + places, dtype=torch.int32, device=self.device
+            )
         return torch.zeros(self.n_numbers + places, dtype=self.sent_as, device=self.device)
 
     def answer(
-        self, ask: Ask, position: int, given: Tensor, reply: Reply | None, seconds: tuple[float, float]
+        self,
+        ask: Ask,
+        position: int,
+        given: Tensor,
+        reply: Reply | None,
+        seconds: tuple[float, float],
     ) -> Tensor:
         """Return the answer of the peer at this position, in a tensor that the next answer overwrites.
 
-        `reply` has a row for each point that is `given`; it is None where none is. `seconds` are of computing and
-        waiting. Where sums were asked for, gradients are multiplied by weights.
+        `reply` has a row for each point that is `given`; it is None where none is. `seconds` are of
+        computing and waiting. Where sums were asked for, gradients are multiplied by weights.
         """
         if ask not in self._answers:
             self._answers[ask] = self.empty_answer(ask)
         answer, weights = self._answers[ask], self.request.weights[:, position].tolist()
-        sent, notes = answer[: self.n_numbers].view(self.n_points, -1), answer[self.n_numbers :].zero_()
+        sent, notes = (
+            answer[: self.n_numbers].view(self.n_points, -1),
+            answer[self.n_numbers :].zero_(),
+        )
         gradients = iter(() if reply is None or reply.gradients is None else reply.gradients)
         outcomes, rounding = [], 0.0
-        for place, (row, weight, is_given) in enumerate(zip(sent, weights, given.tolist(), strict=True)):
+        for place, (row, weight, is_given) in enumerate(
+            zip(sent, weights, given.tolist(), strict=True)
+        ):
             gradient = next(gradients, None) if is_given else None
             outcome = Outcome.NOTHING if math.isnan(weight) else Outcome.REFUSED
             if gradient is not None:
@@ -163,8 +191,13 @@ class Wire:
         notes[start : start + len(mine)] = torch.tensor(mine)
         return answer
 
-    def part(self, position: int, words: Words | None, outcome: Outcome, seconds: tuple[float, float]) -> Tensor:
-        """Return the masked answer of the peer at this position, zeros where it has no part; at one point."""
+    def part(
+        self, position: int, words: Words | None, outcome: Outcome, seconds: tuple[float, float]
+    ) -> Tensor:
+        """Return the masked answer of the peer at this position, zeros where it has no part.
+
+        At one point.
+        """
         answer = self.empty_answer(Ask.PART)
         if words is not None:
             answer[: len(words)] = torch.from_numpy(words.view(np.int32))
@@ -178,16 +211,26 @@ class Wire:
         if ask is Ask.PART:
             notes = answers[self.n_numbers + N_CHECKS :].view(torch.float32).view(-1, each)
         else:
-            notes = answers[self.n_numbers :].view(-1, each) if ask is Ask.SUM else answers[1:, self.n_numbers :]
+            notes = (
+                answers[self.n_numbers :].view(-1, each)
+                if ask is Ask.SUM
+                else answers[1:, self.n_numbers :]
+            )
         known = {float(outcome): outcome for outcome in Outcome}
-        return [Notes(tuple(known.get(o, Outcome.NOTHING) for o in note[:n]), *note[n:]) for note in notes.tolist()]
+        return [
+            Notes(tuple(known.get(o, Outcome.NOTHING) for o in note[:n]), *note[n:])
+            for note in notes.tolist()
+        ]
 
     def rounded(self, question: Question) -> Question:
         """Return a question with its points as they are sent, with what the last message of this form lost."""
         return replace(question, points=self._rounded(question.points, Ask.POINTS))
 
     def _rounded(self, exact: Tensor, which: object) -> Tensor:
-        """Return what is sent of a vector in the place of one message; the same where nothing is rounded."""
+        """Return what is sent of a vector in the place of one message.
+
+        The same where nothing is rounded.
+        """
         if self.sent_as == self.dtype:
             return exact
         return self._roundings.setdefault(which, Rounding(self.sent_as))(exact)
@@ -209,7 +252,9 @@ class Wire:
         constants = [*frozen, *self.model.buffers()]
         if not constants:
             return
-        memory, (*views, tag) = laid_out([*constants, torch.zeros(self.tag_bytes, dtype=torch.uint8)], self.device)
+        memory, (*views, tag) = laid_out(
+            [*constants, torch.zeros(self.tag_bytes, dtype=torch.uint8)], self.device
+        )
         for view, tensor in zip(views, constants, strict=True):
             view.copy_(tensor)
         body = memory[: len(memory) - self.tag_bytes]

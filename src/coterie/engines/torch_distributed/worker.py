@@ -30,7 +30,13 @@ from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User
 
 _BACKENDS = ("gloo", "nccl")
-_RUN: dict[str, Any] = {"batch_size": int, "seed": int, "compress": str | None, "backend": str, "nonce": str}
+_RUN: dict[str, Any] = {
+    "batch_size": int,
+    "seed": int,
+    "compress": str | None,
+    "backend": str,
+    "nonce": str,
+}
 _RUN |= {"moves_buffers": bool, "secure_sums": bool}
 PRIVATE = "private"
 """What a private peer says in the place of a digest of its examples."""
@@ -49,20 +55,25 @@ def serve(
     timeout: float = 120.0,
     group: Group | None = None,
 ) -> int:
-    """Answer user 0's requests with gradients of this user's examples, until the run ends; return how many.
+    """Answer user 0's requests with gradients of this user's examples, until the run ends.
 
-    Batches are drawn as user 0 says (batch size, seed, step); the examples stay here. `PeerLost` where user 0 or
-    another peer is gone.
+    Return how many.
+
+    Batches are drawn as user 0 says (batch size, seed, step); the examples stay here. `PeerLost`
+    where user 0 or another peer is gone.
 
     Args:
         model: like user 0's, whose frozen parameters and buffers are taken over. It is not changed.
         loss: user 0's.
         user: whose examples are used; its name is the peer's name.
-        sums_only: give gradients as part of a weighted sum only, never on their own; of at least 3 peers, none of
-            which has more than half of the weight, or as `SumsOnly` says. What is no such sum is refused.
-        secure_sums: give gradients under masks only, as part of such a sum: neither user 0 nor another peer sees
-            them. Where user 0 wants masks and this is False, it takes part too, and also gives what is not masked.
-        caps: what is given at most; a request beyond is refused, and the run goes on without this peer.
+        sums_only: give gradients as part of a weighted sum only, never on their own; of at least 3
+            peers, none of which has more than half of the weight, or as `SumsOnly` says. What is no
+            such sum is refused.
+        secure_sums: give gradients under masks only, as part of such a sum: neither user 0 nor
+            another peer sees them. Where user 0 wants masks and this is False, it takes part too,
+            and also gives what is not masked.
+        caps: what is given at most; a request beyond is refused, and the run goes on without this
+            peer.
         log: a file to which every request is added, one JSON object a line.
         privacy: what is promised about each example; it needs a log. See `Peer`.
         timeout: seconds after which user 0 is taken for lost when nothing comes.
@@ -85,7 +96,9 @@ def serve(
             ) from error
         except Exception as error:
             said = str(error) if isinstance(error, CoterieError) else f"{error!r}"
-            if privacy is not None and not isinstance(error, PeerLost):  # the text may tell of an example
+            if privacy is not None and not isinstance(
+                error, PeerLost
+            ):  # the text may tell of an example
                 said = type(error).__name__
             group.answer_roll_call(said)
             raise
@@ -113,20 +126,31 @@ class _Worker:
         privacy: Privacy | None,
     ) -> None:
         self.group, self.position, self.given = group, group.rank - 1, (caps, log, privacy)
-        self.sums_only, self.masked_only = SumsOnly() if sums_only is True else sums_only or None, secure_sums
+        self.sums_only, self.masked_only = (
+            SumsOnly() if sums_only is True else sums_only or None,
+            secure_sums,
+        )
         run = self.run = group.read_note("run", "user 0", **_RUN)
-        if run["backend"] not in _BACKENDS or run["compress"] not in (None, *HALVES) or run["batch_size"] < 1:
+        if (
+            run["backend"] not in _BACKENDS
+            or run["compress"] not in (None, *HALVES)
+            or run["batch_size"] < 1
+        ):
             raise PeerLost(f"user 0 asks for a run that there is none of: {printable(run)}")
         self.peer = self._introduced(model, loss, user)
         seal = None if group.secret is None else Seal(group.secret, run["nonce"])
-        self.wire = Wire(model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"], seal=seal)
+        self.wire = Wire(
+            model, group.size - 1, run["compress"], run["moves_buffers"], run["backend"], seal=seal
+        )
         group.connect(run["backend"])
         self._over(lambda: self.wire.share_constants(mine=False))
         self._take_points(1)
         self._masked: MaskedPart | None = None
         if run["secure_sums"]:
             sums, constants = self.sums_only or SumsOnly(), constants_of(self.peer.passes.model)
-            self._masked = MaskedPart(self.peer, sums, group, run, constants, masked_only=secure_sums)
+            self._masked = MaskedPart(
+                self.peer, sums, group, run, constants, masked_only=secure_sums
+            )
         self.answered, self.since = 0, time.perf_counter()
 
     def answer(self, told_to_end: bool) -> bool:
@@ -181,8 +205,12 @@ class _Worker:
             self._masked.agree(ask, step)
             return
         if self.wire.n_points != 1:
-            raise PeerLost(f"asked for masked sums at {self.wire.n_points} points; it adds gradients at one")
-        words, outcome = self._masked.of(self._request(step, torch.tensor([True])), self.wire.request.body)
+            raise PeerLost(
+                f"asked for masked sums at {self.wire.n_points} points; it adds gradients at one"
+            )
+        words, outcome = self._masked.of(
+            self._request(step, torch.tensor([True])), self.wire.request.body
+        )
         self.answered += outcome is Outcome.GRADIENT
         self._seconds(began)  # which are not told: they are of this peer alone
         sent = self.wire.part(self.position, words, outcome, (0.0, 0.0))
@@ -192,10 +220,14 @@ class _Worker:
         """Return how long this peer computed since it began, and how long it waited before."""
         ended = time.perf_counter()
         seconds, self.since = (ended - began, began - self.since), ended
-        return (0.0, 0.0) if self.given[2] is not None else seconds  # they would tell how large the sample was
+        # they would tell how large the sample was
+        return (0.0, 0.0) if self.given[2] is not None else seconds
 
     def _take_points(self, n: int, *, added: bool = False) -> None:
-        """Let messages have so many points; where it is one, the model's parameters lie in the message itself."""
+        """Let messages have so many points.
+
+        Where it is one, the model's parameters lie in the message itself.
+        """
         if not 1 <= n <= MAX_POINTS:
             raise PeerLost(f"asked at {n} points; it answers at {MAX_POINTS} at most")
         self.wire.take_points(n, added=added)
@@ -219,12 +251,17 @@ class _Worker:
         return Request(points, step, self.run["seed"], size, buffers, work=work)
 
     def _sketch(self, step: int, n: int, asked: Tensor, reply: Reply | None) -> None:
-        """Send sketches of the gradients at the first so many points; not numbers where there are none."""
+        """Send sketches of the gradients at the first so many points.
+
+        Not numbers where there are none.
+        """
         k = self.sketch
         sketches = torch.full((n, k), math.nan, dtype=self.x.dtype, device=self.x.device)
         if reply is not None and reply.gradients is not None:
             there = asked.nonzero().flatten() < n
-            made = Sketch(self.wire.size, k, sketch_key(self.run["seed"], step))(reply.gradients[there])
+            made = Sketch(self.wire.size, k, sketch_key(self.run["seed"], step))(
+                reply.gradients[there]
+            )
             sketches[asked[:n].to(self.x.device)] = made
         self._over(lambda: self.wire.collect_sketches(n, k, sketches)[0].wait())  # noqa: PLW0108  # as above
 
@@ -236,18 +273,26 @@ class _Worker:
             "a stream" if user.is_stream else len(user) // caps.examples * caps.examples
         )  # as `Peer.size` tells
         hello: dict[str, Any] = {"name": user.name, "examples": examples}
-        hello["data"] = user.fingerprint() if self.given[2] is None else PRIVATE  # who guesses could compare
+        # who guesses could compare
+        hello["data"] = user.fingerprint() if self.given[2] is None else PRIVATE
         hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
-        hello["sums_only"] = [self.sums_only.peers, self.sums_only.share] if self.sums_only else None
+        hello["sums_only"] = (
+            [self.sums_only.peers, self.sums_only.share] if self.sums_only else None
+        )
         try:
             self._check_masks(user.name)
-            engine = InProcess(model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True)
+            engine = InProcess(
+                model, loss, user, batch_size=run["batch_size"], seed=run["seed"], one_by_one=True
+            )
             peer = engine.peer(user.name, *self.given)
         except CoterieError as error:
-            said = str(error) if self.given[2] is None else type(error).__name__  # the text may tell of an example
+            # the text may tell of an example
+            said = str(error) if self.given[2] is None else type(error).__name__
             self.group.leave_note(key, hello | {"refused": said})
             raise
-        self.group.leave_note(key, hello | {"refused": None, "promise": peer.promise(run["batch_size"])})
+        self.group.leave_note(
+            key, hello | {"refused": None, "promise": peer.promise(run["batch_size"])}
+        )
         go = self.group.read_note("go", "user 0", refused=str | None)
         if go["refused"]:
             raise PeerLost(f"user 0 began no run: {printable(go['refused'], 1000)}")

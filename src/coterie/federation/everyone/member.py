@@ -11,7 +11,15 @@ from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, MaskError, PeerLost
 from coterie.federation.everyone.sealed_sites import FORGET, KnownKeys, SealedSites, answered
-from coterie.federation.lead import RECORD, REFUSED, RUN, at_work, problems_with, rule_of, train_here
+from coterie.federation.lead import (
+    RECORD,
+    REFUSED,
+    RUN,
+    at_work,
+    problems_with,
+    rule_of,
+    train_here,
+)
 from coterie.federation.participants import lead_participant, peer_with
 from coterie.federation.settings import site_settings
 from coterie.privacy.calls import Calls
@@ -25,10 +33,12 @@ REFUSAL = "it answers the sites that it names only, by calls that they have seal
 
 
 class MemberRun:
-    """One site in one job. Model, weights, record, verdict and page are in `run` in its folder, and stay there.
+    """One site in one job.
 
-    To the others it gives gradients of its training examples, within its caps; its validation and test examples
-    are its own.
+    Model, weights, record, verdict and page are in `run` in its folder, and stay there.
+
+    To the others it gives gradients of its training examples, within its caps; its validation and
+    test examples are its own.
 
     Args:
         folder: the site's, with its settings.
@@ -67,7 +77,10 @@ class MemberRun:
         return {"met": sorted(found)}
 
     def answer(self, call: Any) -> dict[str, Any]:
-        """Return the sealed reply to a sealed call of a site that this one names; others are refused."""
+        """Return the sealed reply to a sealed call of a site that this one names.
+
+        Others are refused.
+        """
         if self.calls is None:
             return {"refused": REFUSAL}
         try:
@@ -85,10 +98,17 @@ class MemberRun:
             return self.responder.gradients(arguments.get("request"), caller)
 
     def check(self, sites: Sites) -> dict[str, Any]:
-        """Say why others would not answer the whole of what all plan; a run that has begun is not held up."""
+        """Say why others would not answer the whole of what all plan.
+
+        A run that has begun is not held up.
+        """
         if (self.out / RECORD).exists():
             return {"problems": []}
-        return {"problems": problems_with(self.settings, self._sealed(sites), askers=len(self.settings.sites))}
+        return {
+            "problems": problems_with(
+                self.settings, self._sealed(sites), askers=len(self.settings.sites)
+            )
+        }
 
     def train(self, sites: Sites) -> dict[str, Any]:
         """Train, or go on training; what goes wrong is told here, and its kind to the server."""

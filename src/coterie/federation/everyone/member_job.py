@@ -19,7 +19,10 @@ class MemberSite(Answering):
 
     @init
     def start(self) -> None:
-        """Read the site's settings and its data; where that fails the site does nothing, and the others go on."""
+        """Read the site's settings and its data.
+
+        Where that fails the site does nothing, and the others go on.
+        """
         try:
             import_from_environment()  # what this site named when it was started
             self.run = MemberRun(folder_here())
@@ -28,7 +31,10 @@ class MemberSite(Answering):
             logger.exception("this site takes no part, since its data or model cannot be read")
 
     def answers(self) -> bool:
-        """Answer nobody by calls that are not sealed: NVFLARE's server can say of any that a site made it."""
+        """Answer nobody by calls that are not sealed.
+
+        NVFLARE's server can say of any that a site made it.
+        """
         return False
 
     @publish
@@ -49,12 +55,20 @@ class MemberSite(Answering):
     @publish
     def check(self) -> dict[str, Any]:
         """Say why others would not answer to the end what this site plans."""
-        return self.run.check(CollabSites(relayed=True)) if by_server() and self.run is not None else {}
+        return (
+            self.run.check(CollabSites(relayed=True))
+            if by_server() and self.run is not None
+            else {}
+        )
 
     @publish
     def train(self) -> dict[str, Any]:
         """Train; it returns when the run has ended."""
-        return self.run.train(CollabSites(relayed=True)) if by_server() and self.run is not None else {}
+        return (
+            self.run.train(CollabSites(relayed=True))
+            if by_server() and self.run is not None
+            else {}
+        )
 
     @publish
     def state(self) -> dict[str, Any]:

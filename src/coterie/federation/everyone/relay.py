@@ -1,4 +1,7 @@
-"""The server's part where everyone trains: let all begin, watch until all have ended, and know nothing else."""
+"""The server's part where everyone trains.
+
+Let all begin, watch until all have ended, and know nothing else.
+"""
 
 import logging
 import secrets
@@ -25,12 +28,14 @@ WHOLE_RUN = 365 * 86400.0
 """How many seconds a site may train, at most."""
 
 
-def relay(folder: Path, sites: Sites, *, patience: float = PATIENCE, pause: float = SECONDS_BETWEEN_LOOKS) -> None:
+def relay(
+    folder: Path, sites: Sites, *, patience: float = PATIENCE, pause: float = SECONDS_BETWEEN_LOOKS
+) -> None:
     """Let all sites train and answer each other until all have ended, or those that have not are silent.
 
-    The sites' keys are passed on first, by which they call each other and nobody else can. Who has ended goes on
-    answering until then. Where the caps of a site are too small for what all plan, nobody
-    begins. What is written to `run` in the server's folder is how far everybody is.
+    The sites' keys are passed on first, by which they call each other and nobody else can. Who has
+    ended goes on answering until then. Where the caps of a site are too small for what all plan,
+    nobody begins. What is written to `run` in the server's folder is how far everybody is.
     """
     names, out = members_of(folder), folder / RUN
     with at_work(out):
@@ -48,9 +53,15 @@ def relay(folder: Path, sites: Sites, *, patience: float = PATIENCE, pause: floa
             for name, one in members.items():
                 one.hear(name, states.get(name))
             files.write_json(out / MEMBERS, {name: one.told() for name, one in members.items()})
-            if (now := min((one.tenth for one in members.values() if not one.is_over), default=tenth)) > tenth:
+            if (
+                now := min(
+                    (one.tenth for one in members.values() if not one.is_over), default=tenth
+                )
+            ) > tenth:
                 tenth = now
-                logger.warning("steps taken: %s", ", ".join(f"{name} {one}" for name, one in members.items()))
+                logger.warning(
+                    "steps taken: %s", ", ".join(f"{name} {one}" for name, one in members.items())
+                )
         files.write(out / SUMMARY, f"{told_of(members)}\n".encode())
 
 
@@ -72,7 +83,9 @@ class Standing:
     @property
     def is_over(self) -> bool:
         """Whether nothing more is to be expected of its run in this job."""
-        return self.ended or self.failed is not None or time.monotonic() - self.heard > self.patience
+        return (
+            self.ended or self.failed is not None or time.monotonic() - self.heard > self.patience
+        )
 
     @property
     def tenth(self) -> int:
@@ -90,7 +103,9 @@ class Standing:
             logger.warning("%s is back", name)
         self.heard, self.silent = time.monotonic(), False
         step, steps, failed = (state.get(key) for key in ("step", "steps", "failed"))
-        self.step, self.steps = (number if type(number) is int and number >= 0 else 0 for number in (step, steps))
+        self.step, self.steps = (
+            number if type(number) is int and number >= 0 else 0 for number in (step, steps)
+        )
         if state.get("ended") is True and not self.ended:
             self.ended = True
             logger.warning("%s has ended after %d steps", name, self.step)
@@ -106,7 +121,9 @@ class Standing:
 def told_of(members: Mapping[str, Standing]) -> str:
     """Return in a few lines who has ended."""
     ended = [f"{name} ({one.step} steps)" for name, one in members.items() if one.ended]
-    lines = [f"ended: {', '.join(ended) or 'nobody'}. What came out is with each site, and nowhere else."]
+    lines = [
+        f"ended: {', '.join(ended) or 'nobody'}. What came out is with each site, and nowhere else."
+    ]
     for name, one in members.items():
         if one.failed is not None:
             lines.append(f"{name} has failed with {one.failed}, and says there why")
@@ -118,7 +135,11 @@ def told_of(members: Mapping[str, Standing]) -> str:
 def unfinished(out: Path) -> list[str]:
     """Return who had not ended when it was last written down."""
     about = files.read_json(out / MEMBERS, "`coterie federate run --resume` writes it anew")
-    return [name for name, one in about.items() if not (isinstance(one, dict) and one.get("ended") is True)]
+    return [
+        name
+        for name, one in about.items()
+        if not (isinstance(one, dict) and one.get("ended") is True)
+    ]
 
 
 def _problems(replies: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Sites that ask each other through a server which cannot read, alter or make up what they say; see `Calls`."""
+"""Sites that ask each other through a server which cannot read, alter or make up what they say.
+
+See `Calls`.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 KNOWN_KEYS = "known_keys.json"
 """The fingerprints of other sites' keys as they were first seen, in a site's folder."""
-FORGET = "if that site has a new key, compare its fingerprint by telephone and take its entry out of"
+FORGET = (
+    "if that site has a new key, compare its fingerprint by telephone and take its entry out of"
+)
 
 
 class SealedSites:
@@ -28,7 +33,9 @@ class SealedSites:
     def __init__(self, sites: Sites, calls: Calls) -> None:
         self._sites, self._calls = sites, calls
 
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> "SealedReplies":
+    def ask(
+        self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+    ) -> "SealedReplies":
         """Ask sites; see `Sites.ask`."""
         content, sent = _as_bytes({"method": method, "arguments": arguments}), {}
         for name in filter(self._calls.knows, names):
@@ -63,7 +70,9 @@ class SealedReplies:
         return found
 
 
-def answered(calls: Calls, call: Any, answer: Callable[[str, str, dict[str, Any]], Any]) -> dict[str, Any]:
+def answered(
+    calls: Calls, call: Any, answer: Callable[[str, str, dict[str, Any]], Any]
+) -> dict[str, Any]:
     """Return the sealed reply to a sealed call, by what answers (caller, method, arguments).
 
     What is not a call by a site that is known, or was there before, is a `MaskError`.
@@ -82,7 +91,9 @@ def answered(calls: Calls, call: Any, answer: Callable[[str, str, dict[str, Any]
 
 
 class KnownKeys:
-    """The keys of other sites: those that were compared, or each as it was first seen, as `ssh` does.
+    """The keys of other sites.
+
+    Those that were compared, or each as it was first seen, as `ssh` does.
 
     Args:
         folder: the site's.
@@ -96,7 +107,9 @@ class KnownKeys:
         """Return the fingerprints that are known."""
         if self.compared or not self.path.exists():
             return self.compared
-        return {str(k): str(v) for k, v in files.read_json(self.path, f"{FORGET} {self.path}").items()}
+        return {
+            str(k): str(v) for k, v in files.read_json(self.path, f"{FORGET} {self.path}").items()
+        }
 
     def add(self, found: Mapping[str, str]) -> None:
         """Remember keys that were seen for the first time."""

@@ -19,10 +19,11 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
     Args:
         me: user 0.
         peers: the others.
-        mixing: a, in [0, 1], the weight of f_0 in addition to its share of f_pooled. The paper chooses it by
-            cross-validation; `AdaptiveAveraging` does so for α.
+        mixing: a, in [0, 1], the weight of f_0 in addition to its share of f_pooled. The paper
+            chooses it by cross-validation; `AdaptiveAveraging` does so for α.
 
-    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated
+    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to
+        federated
     learning, arXiv:2002.10619, 2020, section 4.
 
     Example:
@@ -33,7 +34,9 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
     return interpolation_of_sizes(len(me), {peer.name: len(peer) for peer in peers}, mixing)
 
 
-def interpolation_of_sizes(own_examples: int, peers: Mapping[str, int], mixing: float) -> WeightedAveraging:
+def interpolation_of_sizes(
+    own_examples: int, peers: Mapping[str, int], mixing: float
+) -> WeightedAveraging:
     """Return the rule of `data_interpolation` from the numbers of examples, the peers' by name."""
     SHARE("mixing", mixing)
     total = sum(peers.values())

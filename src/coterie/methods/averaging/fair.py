@@ -11,7 +11,10 @@ from coterie.methods.local import LocalSteps, local_steps, weighed
 from coterie.rules import State
 
 LEAST_LOSS = 1e-10
-"""What q-FFL takes a loss for that is lower, as its authors' code does: it divides by powers of losses."""
+"""What q-FFL takes a loss for that is lower, as its authors' code does.
+
+It divides by powers of losses.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,20 @@ class AFL(LocalSteps):
     """Minimise the loss of the worst mixture of all users: those who fare worst count most.
 
         x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ λ_k x_k
-        λ ← the nearest point of the simplex to  λ + γ (ℓ_k(x))_k,  ℓ_k the loss on the round's first batch
+        λ ← the nearest point of the simplex to  λ + γ (ℓ_k(x))_k,  ℓ_k the loss on the round's
+        first batch
 
-    Descent in x and ascent in λ on  min_x max_λ Σ λ_k f_k(x), from λ = p, the shares of the examples. The paper
-    takes one local step; with K > 1 users drift as in FedAvg. With γ → 0 it is FedAvg. Where γ is large, the last
-    iterate circles around the solution; the mean of the iterates, which the paper returns, does not. Users whose
-    noise no model fits keep a large loss, and take all the weight.
+    Descent in x and ascent in λ on  min_x max_λ Σ λ_k f_k(x), from λ = p, the shares of the
+    examples. The paper takes one local step; with K > 1 users drift as in FedAvg. With γ → 0 it is
+    FedAvg. Where γ is large, the last iterate circles around the solution; the mean of the
+    iterates, which the paper returns, does not. Users whose noise no model fits keep a large loss,
+    and take all the weight.
 
     Args:
         local_steps: K.
         weight_lr: γ, the step size of λ.
-        averaged: whether the model is the mean of x after all rounds, as in the paper, or x after the last.
+        averaged: whether the model is the mean of x after all rounds, as in the paper, or x after
+            the last.
 
     Reference: Mohri, Sivek, Suresh, Agnostic federated learning, ICML 2019, Algorithm 1.
 
@@ -75,19 +81,21 @@ class AFL(LocalSteps):
 class QFFL(LocalSteps):
     """Minimise a power of the losses, so that a user counts the more the larger its loss is.
 
-        F_k = the mean loss at x over all examples of user k;      x_k ← x, then K times  x_k ← x_k − η g_k(x_k)
-        Δ_k = F_k^q (x − x_k) / η,      h_k = q F_k^(q−1) ‖x − x_k‖² / η² + F_k^q / η
-        x ← x − Σ p_k Δ_k / Σ p_k h_k,   p_k the shares of the examples
+        F_k = the mean loss at x over all examples of user k;      x_k ← x, then K times  x_k ← x_k
+        − η g_k(x_k) Δ_k = F_k^q (x − x_k) / η,      h_k = q F_k^(q−1) ‖x − x_k‖² / η² + F_k^q / η x
+        ← x − Σ p_k Δ_k / Σ p_k h_k,   p_k the shares of the examples
 
-    The paper's q-FedAvg. With K = 1 it converges to the minimiser of  Σ p_k F_k^(q+1) / (q + 1). q = 0 is FedAvg;
-    q → ∞ leads to the objective of `AFL`. h_k bounds the objective's curvature where 1/η bounds that of f_k, so
-    one η suits all q. Losses must not be negative. In a round a user also computes the loss of all its examples.
+    The paper's q-FedAvg. With K = 1 it converges to the minimiser of  Σ p_k F_k^(q+1) / (q + 1). q
+    = 0 is FedAvg; q → ∞ leads to the objective of `AFL`. h_k bounds the objective's curvature where
+    1/η bounds that of f_k, so one η suits all q. Losses must not be negative. In a round a user
+    also computes the loss of all its examples.
 
     Args:
         local_steps: K.
         q: how much the worst users count.
 
-    Reference: Li, Sanjabi, Beirami, Smith, Fair resource allocation in federated learning, ICLR 2020, Algorithm 2.
+    Reference: Li, Sanjabi, Beirami, Smith, Fair resource allocation in federated learning, ICLR
+        2020, Algorithm 2.
 
     Example:
         >>> QFFL(local_steps=5, q=2.0).gradients_a_round
@@ -108,7 +116,11 @@ class QFFL(LocalSteps):
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step, q = state["x"], state["step"], self.q
-        losses = users.losses_over_all(x.unsqueeze(0), step)[0].nan_to_num(0.0, posinf=0.0).clamp(min=LEAST_LOSS)
+        losses = (
+            users.losses_over_all(x.unsqueeze(0), step)[0]
+            .nan_to_num(0.0, posinf=0.0)
+            .clamp(min=LEAST_LOSS)
+        )
         points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         moves = (x - points) / lr
@@ -119,7 +131,10 @@ class QFFL(LocalSteps):
 
 
 def _on_simplex(values: Tensor) -> Tensor:
-    """Return the nearest point whose entries are not negative and sum to 1: max(0, v_k − t), t set by the sum."""
+    """Return the nearest point whose entries are not negative and sum to 1.
+
+    Max(0, v_k − t), t set by the sum.
+    """
     values = values - values.max()  # the same point; 1 is lost beside huge numbers
     falling = values.sort(descending=True).values
     excess = (falling.cumsum(0) - 1) / torch.arange(1, len(values) + 1, device=values.device)

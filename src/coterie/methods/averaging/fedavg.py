@@ -1,4 +1,7 @@
-"""Federated averaging: all users take local steps from a common point, then their models are averaged."""
+"""Federated averaging.
+
+All users take local steps from a common point, then their models are averaged.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,21 +28,25 @@ _AGGREGATOR = optional(
 class FedAvg(LocalSteps):
     """Average the models that all users have trained for a few steps from the last average.
 
-        x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x + aggregator(x_k − x)
+        x_k ← x, then K times  x_k ← x_k − η g_k(x_k);      x ← Σ p_k x_k,  or  x ← x +
+        aggregator(x_k − x)
 
-    With one local step it is gradient descent on Σ p_k f_k: the pooled objective where p_k are the shares of the
-    examples. With more, users drift towards their own optima: on quadratics f_k = ½(x − o_k)ᵀA_k(x − o_k) it
-    converges to the solution of  Σ p_k (1 − (1 − ηA_k)^K)(x − o_k) = 0, not to the minimiser of the average.
+    With one local step it is gradient descent on Σ p_k f_k: the pooled objective where p_k are the
+    shares of the examples. With more, users drift towards their own optima: on quadratics f_k = ½(x
+    − o_k)ᵀA_k(x − o_k) it converges to the solution of  Σ p_k (1 − (1 − ηA_k)^K)(x − o_k) = 0, not
+    to the minimiser of the average.
 
     All users get one model. All take part in every round, or a sample: `Sampled`.
 
     Args:
         local_steps: K.
-        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`. An aggregator ignores them.
-        aggregator: a function from the users' moves, one a row, to one move, in place of the mean: a robust one
-            limits the influence of a few bad users.
+        shares: p_k: by the number of `"examples"`, as in the paper, or `"equal"`. An aggregator
+            ignores them.
+        aggregator: a function from the users' moves, one a row, to one move, in place of the mean:
+            a robust one limits the influence of a few bad users.
 
-    Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS
+    Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized
+        data, AISTATS
     2017.
 
     Example:
@@ -81,5 +88,8 @@ class FedAvg(LocalSteps):
             move: Tensor = self.aggregator(moves)  # type: ignore[misc]  # there is one
         if move.shape != moves.shape[1:]:
             shapes = f"{tuple(move.shape)}, not {tuple(moves.shape[1:])} as one row"
-            raise KnobError(f"`aggregator` must make one move of the users' moves; it gave one of shape {shapes}")
+            raise KnobError(
+                "`aggregator` must make one move of the users' moves; it gave one of shape"
+                f" {shapes}"
+            )
         return move

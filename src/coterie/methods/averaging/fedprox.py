@@ -15,9 +15,10 @@ class FedProx(FedAvg):
 
         x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) + μ (x_k − x));      x ← Σ p_k x_k
 
-    The penalty holds local steps back where users differ. μ = 0 is FedAvg, to the bit. On quadratics, with
-    M_k = A_k + μ, it converges to the solution of  Σ p_k (1 − (1 − ηM_k)^K) M_k⁻¹A_k (x − o_k) = 0, not to the
-    minimiser of the average. The paper lets users stop at a given inexactness; here all take K steps.
+    The penalty holds local steps back where users differ. μ = 0 is FedAvg, to the bit. On
+    quadratics, with M_k = A_k + μ, it converges to the solution of  Σ p_k (1 − (1 − ηM_k)^K)
+    M_k⁻¹A_k (x − o_k) = 0, not to the minimiser of the average. The paper lets users stop at a
+    given inexactness; here all take K steps.
 
     Args:
         local_steps: K.
@@ -40,4 +41,6 @@ class FedProx(FedAvg):
 
     def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
         """Return where the local steps lead."""
-        return users.local_steps(start, step, self.local_steps, lr=lr, pull=Pull(self.penalty, start))
+        return users.local_steps(
+            start, step, self.local_steps, lr=lr, pull=Pull(self.penalty, start)
+        )

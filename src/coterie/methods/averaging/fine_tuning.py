@@ -19,18 +19,20 @@ class FineTuning:
         round < R:    x ← a round of `together`
         round ≥ R:    x_k ← x_k − η g_k(x_k), as many times as a round of `together` has gradients
 
-    Nothing is sent after round R. The personal models converge to the users' own optima. How much of the common
-    model remains depends on R and on the number of rounds after it: on quadratics x_k − o_k shrinks by 1 − ηA_k
-    with every step. `coterie.train` serves the best round by validation, so tuning for too long does no harm where
-    user 0 has a validation set.
+    Nothing is sent after round R. The personal models converge to the users' own optima. How much
+    of the common model remains depends on R and on the number of rounds after it: on quadratics x_k
+    − o_k shrinks by 1 − ηA_k with every step. `coterie.train` serves the best round by validation,
+    so tuning for too long does no harm where user 0 has a validation set.
 
-    In the paper tuning starts when training has ended, and users may freeze layers. Here the scheduler continues.
+    In the paper tuning starts when training has ended, and users may freeze layers. Here the
+    scheduler continues.
 
     Args:
         rounds: R, the number of rounds to train together.
         together: the method that trains one model for all.
 
-    Reference: Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252, 2019.
+    Reference: Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252,
+        2019.
 
     Example:
         >>> FineTuning(rounds=40, together=FedAvg(5)).gradients_a_round
@@ -52,7 +54,12 @@ class FineTuning:
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round."""
         together = self.together.init(users, x)
-        return {"step": 0, "round": 0, "together": together, "models": self.together.models(together)}
+        return {
+            "step": 0,
+            "round": 0,
+            "together": together,
+            "models": self.together.models(together),
+        }
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

@@ -14,16 +14,16 @@ def averaging_weights(
 ) -> NDArray[np.float64]:
     """Return the weights of all users' means that estimate user 0's true mean best.
 
-    User k has n_k samples of variance σ² around a true mean, itself drawn with variance s². With V_k = s² + σ²/n_k
-    and S = Σ_{k≥1} 1/V_k,
+    User k has n_k samples of variance σ² around a true mean, itself drawn with variance s². With
+    V_k = s² + σ²/n_k and S = Σ_{k≥1} 1/V_k,
 
         fine:    v_k = (σ²/n_0) / V_k / (1 + V_0 S)  for k ≥ 1,    v_0 = 1 − Σ v_k
         coarse:  v = w (1, 0, …) + (1 − w) n/N,   w = B s² / (B s² + σ² (1/n_0 − 1/N)),
                  B = ((N − n_0)² + Σ_{k≥1} n_k²) / N²,   N = Σ n_k
 
-    The fine weights are the best of all. The coarse ones are the best mixture of the own mean and the pooled one,
-    as in data and model interpolation. Both give the own mean for s → ∞, where users have nothing in common, and
-    the pooled mean for s = 0, where they are the same.
+    The fine weights are the best of all. The coarse ones are the best mixture of the own mean and
+    the pooled one, as in data and model interpolation. Both give the own mean for s → ∞, where
+    users have nothing in common, and the pooled mean for s = 0, where they are the same.
 
     Args:
         sizes: n_k, user 0 first.
@@ -31,7 +31,8 @@ def averaging_weights(
         spread: s, the standard deviation of the true means over users.
         grain: `"fine"`, one weight for each user, or `"coarse"`, one for all others together.
 
-    Reference: Donahue, Kleinberg, Model-sharing games: analyzing federated learning under voluntary participation,
+    Reference: Donahue, Kleinberg, Model-sharing games: analyzing federated learning under voluntary
+        participation,
     AAAI 2021, lemmas on coarse-grained and fine-grained federation.
 
     Example:
@@ -80,8 +81,11 @@ def _checked(sizes: Sequence[int], noise: float, spread: float) -> NDArray[np.fl
     n = np.asarray(sizes, dtype=float)
     if len(n) < 2 or not (n >= 1).all():
         raise KnobError(
-            f"`sizes` must hold each user's number of samples, user 0 and a peer at least, got {sizes!r}"
+            "`sizes` must hold each user's number of samples, user 0 and a peer at least, got"
+            f" {sizes!r}"
         )
     if not noise > 0 or not spread >= 0:
-        raise KnobError(f"`noise` must be above 0 and `spread` not below it, got {noise!r} and {spread!r}")
+        raise KnobError(
+            f"`noise` must be above 0 and `spread` not below it, got {noise!r} and {spread!r}"
+        )
     return n

@@ -14,17 +14,19 @@ from coterie.rules import State
 class Sampled:
     """Play the rounds of a method with user 0 and a sample of its peers.
 
-    The peers of a round are drawn without replacement from (seed, step), each as likely. The others are not asked:
-    they compute and send nothing, take no step, and count in no mean of the round; what they had before (a personal
-    model, a correction, a cluster) stays. User 0, for whom the run is, takes part in every round, so means weigh it
-    more than its share; in the papers it is drawn like the others. With all peers in the sample the bits are those
-    of the method. Methods of user 0 alone, such as `SVRG`, ask no peer, so that nothing is sampled.
+    The peers of a round are drawn without replacement from (seed, step), each as likely. The others
+    are not asked: they compute and send nothing, take no step, and count in no mean of the round;
+    what they had before (a personal model, a correction, a cluster) stays. User 0, for whom the run
+    is, takes part in every round, so means weigh it more than its share; in the papers it is drawn
+    like the others. With all peers in the sample the bits are those of the method. Methods of user
+    0 alone, such as `SVRG`, ask no peer, so that nothing is sampled.
 
     Args:
         method: the method, for instance `FedAvg(5)`.
         peers: how many take part in a round.
 
-    Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS
+    Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized
+        data, AISTATS
     2017, the fraction C of clients.
 
     Example:

@@ -15,25 +15,30 @@ from coterie.rules import State
 class APFL(LocalSteps):
     """Train an own model so that its mixture with the common model is good for the user.
 
-        w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
+        w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k)
+        w_k:
             w_k ← w_k − η g_k(w_k),    v_k ← v_k − η a_k g_k(u_k)
-            a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]                (learned; the first of the K times)
+            a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]                (learned; the first
+            of the K times)
         w ← mean_k w_k
 
-    The personal model is a_k v_k + (1 − a_k) w. v_k is unconstrained, so for any a_k > 0 the mixture can be any
-    model: with K = 1 it converges to the user's own optimum, as training alone does. With K > 1 it converges near
+    The personal model is a_k v_k + (1 − a_k) w. v_k is unconstrained, so for any a_k > 0 the
+    mixture can be any
+    model: with K = 1 it converges to the user's own optimum, as training alone does. With K > 1 it
+        converges near
     it, since w_k moves within a round.
 
-    a_k is updated at the start of a round, where w_k is the common model. It often runs to 0 or 1 early: v_k takes
-    steps a_k times as long as those of w_k, so it lags behind, and w_k seems better; at a_k = 0 v_k stops moving.
-    All users take part in every round, or a sample: `Sampled`.
+    a_k is updated at the start of a round, where w_k is the common model. It often runs to 0 or 1
+    early: v_k takes steps a_k times as long as those of w_k, so it lags behind, and w_k seems
+    better; at a_k = 0 v_k stops moving. All users take part in every round, or a sample: `Sampled`.
 
     Args:
         local_steps: K.
         mixing: a_k at the start, in [0, 1].
         learned: whether a_k is updated.
 
-    Reference: Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461, 2020, Algorithm 1
+    Reference: Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461,
+        2020, Algorithm 1
     and the section on adaptive mixing.
 
     Example:

@@ -18,15 +18,17 @@ class Ditto:
         w ← a round of `together`;      S times  v_k ← v_k − η (g_k(v_k) + λ (v_k − w))
 
     with the w from before the round, the newest that users know when they compute. v_k converges to
-    argmin f_k(v) + (λ/2)‖v − w*‖², w* being the limit of `together`: between alone (λ → 0) and w* (λ → ∞).
-    Only w is exchanged. All users take part in every round, or a sample: `Sampled`.
+    argmin f_k(v) + (λ/2)‖v − w*‖², w* being the limit of `together`: between alone (λ → 0) and w*
+    (λ → ∞). Only w is exchanged. All users take part in every round, or a sample: `Sampled`.
 
     Args:
         penalty: λ.
-        together: the method that trains w; with a robust aggregator Ditto is the paper's robust variant.
+        together: the method that trains w; with a robust aggregator Ditto is the paper's robust
+            variant.
         personal_steps: S.
 
-    Reference: Li et al., Ditto: fair and robust federated learning through personalization, ICML 2021, Algorithm 1.
+    Reference: Li et al., Ditto: fair and robust federated learning through personalization, ICML
+        2021, Algorithm 1.
 
     Example:
         >>> Ditto(penalty=0.1, together=FedAvg(5), personal_steps=5).gradients_a_round
@@ -49,7 +51,11 @@ class Ditto:
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all personal models are x."""
-        return {"step": 0, "together": self.together.init(users, x), "v": x.repeat(users.personal, 1)}
+        return {
+            "step": 0,
+            "together": self.together.init(users, x),
+            "v": x.repeat(users.personal, 1),
+        }
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

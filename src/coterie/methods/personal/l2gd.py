@@ -16,22 +16,26 @@ from coterie.users.sampling import uniform
 class L2GD(LocalSteps):
     """Toss a coin: with probability p move towards the mean of all models, else by the own gradient.
 
-        heads:  x_k ← x_k − (ηλ/p) (x_k − mean_j x_j)           tails:  x_k ← x_k − (η/(1 − p)) g_k(x_k)
+        heads:  x_k ← x_k − (ηλ/p) (x_k − mean_j x_j)           tails:  x_k ← x_k − (η/(1 − p))
+            g_k(x_k)
 
-    which in expectation is gradient descent on Σ f_k(x_k) + (λ/2) ‖x_k − mean_j x_j‖²: alone at λ → 0, one model at
-    λ → ∞. On quadratics the mean over time is its minimiser at any stable step size. At the end of a round, right
-    after an own step, the mean differs from it by −(η/(1 − p)) ∇f_k; each path fluctuates around it by O(√η).
+    which in expectation is gradient descent on Σ f_k(x_k) + (λ/2) ‖x_k − mean_j x_j‖²: alone at λ →
+    0, one model at λ → ∞. On quadratics the mean over time is its minimiser at any stable step
+    size. At the end of a round, right after an own step, the mean differs from it by −(η/(1 − p))
+    ∇f_k; each path fluctuates around it by O(√η).
 
-    A round ends after K own steps. Consecutive heads leave the mean as it is, so they take one exchange. Their
-    number before an own step is geometric and is drawn from (seed, step). The paper's α is nη here. A step beyond
-    the mean, ηλ/p > 1, which the paper excludes, is cut at the mean.
+    A round ends after K own steps. Consecutive heads leave the mean as it is, so they take one
+    exchange. Their number before an own step is geometric and is drawn from (seed, step). The
+    paper's α is nη here. A step beyond the mean, ηλ/p > 1, which the paper excludes, is cut at the
+    mean.
 
     Args:
         local_steps: K.
         penalty: λ.
         probability: p, in (0, 1); there are Kp exchanges a round on average.
 
-    Reference: Hanzely, Richtárik, Federated learning of a mixture of global and local models, arXiv:2002.05516,
+    Reference: Hanzely, Richtárik, Federated learning of a mixture of global and local models,
+        arXiv:2002.05516,
     2020, Algorithm 1.
 
     Example:

@@ -22,18 +22,20 @@ class Mapper(LocalSteps):
         user k keeps the a_k, and its v_k, that has the least loss on a fresh batch
         w ← w − η Σ p_k (1 − a_k) g_k(a_k v_k + (1 − a_k) w),  p_k the shares of the examples
 
-    The personal model is a_k v_k + (1 − a_k) w. As in APFL, v_k is unconstrained: for any a_k > 0 the mixture
-    converges to the user's own optimum, and a_k is chosen by losses on training examples. With a = 1 w does not
-    move; a = 0 is gradient descent on the pooled objective.
+    The personal model is a_k v_k + (1 − a_k) w. As in APFL, v_k is unconstrained: for any a_k > 0
+    the mixture converges to the user's own optimum, and a_k is chosen by losses on training
+    examples. With a = 1 w does not move; a = 0 is gradient descent on the pooled objective.
 
-    In the paper predictions are mixed, which is the same for models that are linear in their parameters; own models
-    are fitted exactly, not by K steps; and one user takes part at a time, not all.
+    In the paper predictions are mixed, which is the same for models that are linear in their
+    parameters; own models are fitted exactly, not by K steps; and one user takes part at a time,
+    not all.
 
     Args:
         local_steps: K.
         mixings: the values of a to choose from, in [0, 1].
 
-    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to federated
+    Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to
+        federated
     learning, arXiv:2002.10619, 2020, section 5, algorithm MAPPER.
 
     Example:
@@ -57,7 +59,12 @@ class Mapper(LocalSteps):
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
         n = len(users.names)
-        return {"step": 0, "w": x, "v": x.repeat(n, 1), "mixing": x.new_full((n, 1), self.mixings[0])}
+        return {
+            "step": 0,
+            "w": x,
+            "v": x.repeat(n, 1),
+            "mixing": x.new_full((n, 1), self.mixings[0]),
+        }
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

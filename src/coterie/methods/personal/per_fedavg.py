@@ -14,23 +14,27 @@ from coterie.rules import State
 class PerFedAvg(LocalSteps):
     """Average the models that all users have trained to be good *after* one own step.
 
-        x_k ← x, then K times  y_k = x_k − a g_k(x_k),  x_k ← x_k − η (g_k(y_k) − a h_k);      x ← mean_k x_k
-        h_k = 0                                                                              (first order)
-        h_k = (g_k(x_k + δ g_k(y_k)) − g_k(x_k − δ g_k(y_k))) / 2δ  ≈  ∇²f_k(x_k) g_k(y_k)   (Hessian-free)
+        x_k ← x, then K times  y_k = x_k − a g_k(x_k),  x_k ← x_k − η (g_k(y_k) − a h_k);      x ←
+        mean_k x_k h_k = 0
+        (first order) h_k = (g_k(x_k + δ g_k(y_k)) − g_k(x_k − δ g_k(y_k))) / 2δ  ≈  ∇²f_k(x_k)
+        g_k(y_k)   (Hessian-free)
 
-    each g_k of a line on a new batch, the two of h_k on the same one. User k's personal model is x − a g_k(x).
+    each g_k of a line on a new batch, the two of h_k on the same one. User k's personal model is x
+    − a g_k(x).
 
-    The Hessian-free variant with K = 1 is gradient descent on the meta-objective, mean_k f_k(x − a∇f_k(x)), whose
-    minimiser on quadratics solves Σ (1 − aA_k)A_k(1 − aA_k)(x − o_k) = 0. The first-order variant omits a factor:
-    it converges to the solution of Σ A_k(1 − aA_k)(x − o_k) = 0. With K steps the matrix B_k before (x − o_k)
-    becomes 1 − (1 − ηB_k)^K. All users take part in every round, or a sample: `Sampled`.
+    The Hessian-free variant with K = 1 is gradient descent on the meta-objective, mean_k f_k(x −
+    a∇f_k(x)), whose minimiser on quadratics solves Σ (1 − aA_k)A_k(1 − aA_k)(x − o_k) = 0. The
+    first-order variant omits a factor: it converges to the solution of Σ A_k(1 − aA_k)(x − o_k) =
+    0. With K steps the matrix B_k before (x − o_k) becomes 1 − (1 − ηB_k)^K. All users take part in
+    every round, or a sample: `Sampled`.
 
     Args:
         local_steps: K.
         inner_lr: a, the step size of the adaptation; η is that of training.
         difference: δ of the Hessian-free variant; first order when None.
 
-    Reference: Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical guarantees: a
+    Reference: Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical
+        guarantees: a
     model-agnostic meta-learning approach, NeurIPS 2020, Algorithm 1 and its two approximations.
 
     Example:

@@ -19,10 +19,10 @@ class PFedMe(LocalSteps):
             w_k ← w_k − ηλ (w_k − θ_k)
         w ← (1 − β) w + β mean_k w_k
 
-    θ_k, the personal model, is about argmin f_k(θ) + (λ/2)‖θ − w_k‖², and λ(w_k − θ_k) the gradient of its least
-    value, so w goes down the mean of these. On quadratics, with M_k = A_k + λ, P_k = 1 − (1 − aM_k)^S and
-    E_k = λP_kM_k⁻¹A_k, w converges to the solution of  Σ (1 − (1 − ηE_k)^K)(w − o_k) = 0. Here θ_k starts at w_k in
-    every local step. The step ηλ must be below 2.
+    θ_k, the personal model, is about argmin f_k(θ) + (λ/2)‖θ − w_k‖², and λ(w_k − θ_k) the gradient
+    of its least value, so w goes down the mean of these. On quadratics, with M_k = A_k + λ, P_k = 1
+    − (1 − aM_k)^S and E_k = λP_kM_k⁻¹A_k, w converges to the solution of  Σ (1 − (1 − ηE_k)^K)(w −
+    o_k) = 0. Here θ_k starts at w_k in every local step. The step ηλ must be below 2.
 
     Args:
         local_steps: K.
@@ -31,7 +31,8 @@ class PFedMe(LocalSteps):
         inner_lr: a, the step size of θ_k; η is that of training.
         server_lr: β.
 
-    Reference: T. Dinh, Tran, Nguyen, Personalized federated learning with Moreau envelopes, NeurIPS 2020, Algorithm
+    Reference: T. Dinh, Tran, Nguyen, Personalized federated learning with Moreau envelopes, NeurIPS
+        2020, Algorithm
     1.
 
     Example:
@@ -69,7 +70,9 @@ class PFedMe(LocalSteps):
         for batch in range(step, step + self.local_steps):
             near = local
             for _ in range(self.inner_steps):
-                near = near - self.inner_lr * (users.gradients(near, batch) + self.penalty * (near - local))
+                near = near - self.inner_lr * (
+                    users.gradients(near, batch) + self.penalty * (near - local)
+                )
             theta = users.moved(near, theta)
             local = local - lr * self.penalty * (local - near)
         users.exchange(down=w.numel(), up=w.numel())

@@ -30,7 +30,11 @@ class _SharedPart(LocalSteps):
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
-        return {"step": 0, "points": x.repeat(len(users.names), 1), "own": self.own(users.engine.parameters)}
+        return {
+            "step": 0,
+            "points": x.repeat(len(users.names), 1),
+            "own": self.own(users.engine.parameters),
+        }
 
     def own(self, parameters: Parameters) -> Tensor:
         """Return which numbers of the model stay with their user, a truth value each."""
@@ -49,15 +53,18 @@ class FedPer(_SharedPart):
 
         x_k = (b, h_k), then K times  x_k ← x_k − η g_k(x_k);      b ← Σ p_k b_k,  h_k stays
 
-    With K = 1 it is gradient descent on Σ p_k f_k(b, h_k) where users' head steps are 1/p_k times as long: at its
-    minimiser in the end. An empty head is FedAvg, to the bit; a head of everything is training alone.
+    With K = 1 it is gradient descent on Σ p_k f_k(b, h_k) where users' head steps are 1/p_k times
+    as long: at its minimiser in the end. An empty head is FedAvg, to the bit; a head of everything
+    is training alone.
 
     Args:
         local_steps: K.
-        head: what stays with its user: names of layers (`"classifier"`, `"2"`) or of parameters (`"2.bias"`). When
-            None it is the last layer, or of a model with one layer its last parameter, the bias.
+        head: what stays with its user: names of layers (`"classifier"`, `"2"`) or of parameters
+            (`"2.bias"`). When None it is the last layer, or of a model with one layer its last
+            parameter, the bias.
 
-    Reference: Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers,
+    Reference: Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization
+        layers,
     arXiv:1912.00818, 2019.
 
     Example:
@@ -80,24 +87,31 @@ class FedPer(_SharedPart):
         """Return the state after a round."""
         step, points, own = state["step"], state["points"], state["own"]
         points = local_steps(users, points, step, self.local_steps, lr=lr)
-        return {"step": step + self.local_steps, "points": self.averaged(users, points, own), "own": own}
+        return {
+            "step": step + self.local_steps,
+            "points": self.averaged(users, points, own),
+            "own": own,
+        }
 
 
 @dataclass(frozen=True)
 class FedRep(_SharedPart):
     """Fit every user's head to the shared representation, then let all improve the representation.
 
-        S times  h_k ← h_k − η g_k(b, h_k)|h,  then K times  b_k ← b_k − η g_k(b_k, h_k)|b;      b ← Σ p_k b_k
+        S times  h_k ← h_k − η g_k(b, h_k)|h,  then K times  b_k ← b_k − η g_k(b_k, h_k)|b;      b ←
+        Σ p_k b_k
 
-    g|h being the head's numbers of a gradient, g|b the others. With K = 1 it stands still where `FedPer` does. The
-    heads are nearly fitted when the representation moves. In the paper a sample of users takes part: `Sampled`.
+    g|h being the head's numbers of a gradient, g|b the others. With K = 1 it stands still where
+    `FedPer` does. The heads are nearly fitted when the representation moves. In the paper a sample
+    of users takes part: `Sampled`.
 
     Args:
         local_steps: K.
         head_steps: S.
         head: as in `FedPer`.
 
-    Reference: Collins, Hassani, Mokhtari, Shakkottai, Exploiting shared representations for personalized federated
+    Reference: Collins, Hassani, Mokhtari, Shakkottai, Exploiting shared representations for
+        personalized federated
     learning, ICML 2021, Algorithm 1.
 
     Example:
@@ -138,13 +152,14 @@ class FedBN(_SharedPart):
 
         `FedPer` whose head are the scales and shifts of all BatchNorm layers
 
-    It suits users whose inputs differ in scale. Running statistics are user 0's own: those of `run.model`, and of
-    all of `run.models`, as peers keep none.
+    It suits users whose inputs differ in scale. Running statistics are user 0's own: those of
+    `run.model`, and of all of `run.models`, as peers keep none.
 
     Args:
         local_steps: K.
 
-    Reference: Li, Jiang, Zhang, Kamp, Dou, FedBN: federated learning on non-IID features via local batch
+    Reference: Li, Jiang, Zhang, Kamp, Dou, FedBN: federated learning on non-IID features via local
+        batch
     normalization, ICLR 2021.
 
     Example:
@@ -159,8 +174,8 @@ class FedBN(_SharedPart):
         names = [name for name, layer in parameters.owners.items() if isinstance(layer, _BatchNorm)]
         if not names:
             raise KnobError(
-                "`FedBN` keeps BatchNorm's parameters personal, but the model has none to train; use `FedAvg`, or "
-                "name what is to stay with its user: `FedPer(head=[…])`"
+                "`FedBN` keeps BatchNorm's parameters personal, but the model has none to train;"
+                " use `FedAvg`, or name what is to stay with its user: `FedPer(head=[…])`"
             )
         return _numbers_of(parameters, names)
 
@@ -172,13 +187,19 @@ def _head(parameters: Parameters, head: Sequence[str] | None) -> list[str]:
     names = list(parameters.named)
     if head is None:
         if len(names) == 1:
-            raise KnobError("the model has one parameter, so nothing would be shared; set `head`, or train alone")
+            raise KnobError(
+                "the model has one parameter, so nothing would be shared; set `head`, or train"
+                " alone"
+            )
         last = parameters.owners[names[-1]]
         of_last = [name for name in names if parameters.owners[name] is last]
         return names[-1:] if of_last == names else of_last
     for each in head:
         if not any(_belongs(name, each) for name in names):
-            raise KnobError(f"`head` names {each!r}, which the model has not to train; it has {', '.join(names)}")
+            raise KnobError(
+                f"`head` names {each!r}, which the model has not to train; it has"
+                f" {', '.join(names)}"
+            )
     return [name for name in names if any(_belongs(name, each) for each in head)]
 
 
@@ -189,4 +210,6 @@ def _belongs(name: str, part: str) -> bool:
 def _numbers_of(parameters: Parameters, names: Sequence[str]) -> Tensor:
     """Return which numbers of the flat vector belong to these parameters."""
     each = zip(parameters.named, parameters.lengths, strict=True)
-    return torch.cat([torch.full((n,), name in names, device=parameters.device) for name, n in each])
+    return torch.cat(
+        [torch.full((n,), name in names, device=parameters.device) for name, n in each]
+    )

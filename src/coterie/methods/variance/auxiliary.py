@@ -17,15 +17,17 @@ class AuxMom(LocalSteps):
         h = mean_{j≥1} g_j,   m ← (1 − a) m + a (g_0(x) − h(x))
         y ← x, then K times  y ← y − η (h(y) + m);      x ← y
 
-    from m = the first g_0(x) − h(x). Bias correction (`BiasCorrection`) with α = 1 whose bias is held for K steps,
-    and updated before them. Only one own gradient a round enters: for users whose own batches are rare. The engine
-    computes one with each step of the peers all the same, and it is counted. It converges to the own optimum.
+    from m = the first g_0(x) − h(x). Bias correction (`BiasCorrection`) with α = 1 whose bias is
+    held for K steps, and updated before them. Only one own gradient a round enters: for users whose
+    own batches are rare. The engine computes one with each step of the peers all the same, and it
+    is counted. It converges to the own optimum.
 
     Args:
         local_steps: K.
         rate: a, in (0, 1]; 1 forgets all former rounds.
 
-    Reference: Chayti and Karimireddy, Optimization with access to auxiliary information, arXiv:2206.00395, AuxMOM.
+    Reference: Chayti and Karimireddy, Optimization with access to auxiliary information,
+        arXiv:2206.00395, AuxMOM.
     Its text was not at hand: this form follows the abstract and a summary.
 
     Example:
@@ -68,10 +70,12 @@ class AuxMom(LocalSteps):
 class AuxMVR(AuxMom):
     """The same with a recursive estimate, whose noise at the last point is taken out.
 
-        m ← b(x) + (1 − a) (m − b(x⁻)),   b = g_0 − h on one batch,   x⁻ where the last round started
+        m ← b(x) + (1 − a) (m − b(x⁻)),   b = g_0 − h on one batch,   x⁻ where the last round
+        started
 
-    Where the noise of b hardly depends on x, m is the running mean of the noise about the bias at x itself: what
-    the bias has moved since is known. It costs two gradients of everybody a round more than K.
+    Where the noise of b hardly depends on x, m is the running mean of the noise about the bias at x
+    itself: what the bias has moved since is known. It costs two gradients of everybody a round more
+    than K.
 
     Args:
         local_steps: K.

@@ -20,17 +20,20 @@ class Mime(LocalSteps):
         d_k = g_k(x_k) − g_k(x) + G         (Mime; both g_k on the same batch)
         x ← mean_k x_k,      m ← (1 − β) G + β m
 
-    Mime's fixed point is the minimiser of the mean of the f_k for every K. MimeLite's is not; at β = 0 MimeLite is
-    FedAvg with equal shares. All users get one model. All take part in every round, or a sample: `Sampled`. The
-    paper allows the statistics of any server optimizer; here they are those of SGD with momentum.
+    Mime's fixed point is the minimiser of the mean of the f_k for every K. MimeLite's is not; at β
+    = 0 MimeLite is FedAvg with equal shares. All users get one model. All take part in every round,
+    or a sample: `Sampled`. The paper allows the statistics of any server optimizer; here they are
+    those of SGD with momentum.
 
     Args:
         local_steps: K.
         momentum: β, in [0, 1).
         lite: omit the correction, which halves the number of gradients.
 
-    Reference: Karimireddy et al., Breaking the centralized barrier for cross-device federated learning, NeurIPS
-    2021 (Mime: mimicking centralized stochastic algorithms in federated learning, 2020), Algorithm 1.
+    Reference: Karimireddy et al., Breaking the centralized barrier for cross-device federated
+        learning, NeurIPS
+    2021 (Mime: mimicking centralized stochastic algorithms in federated learning, 2020), Algorithm
+    1.
 
     Example:
         >>> Mime(local_steps=5).gradients_a_round, Mime(local_steps=5, lite=True).gradients_a_round

@@ -21,15 +21,17 @@ class Scaffold(LocalSteps):
         c_k⁺ = c_k − c + (x − x_k) / (Kη)                                  (option II)
         x ← x + η_g mean_k (x_k − x),      c ← mean_k c_k⁺
 
-    Its fixed point is the minimiser of the mean of the f_k for every K; that of FedAvg is not. All users get one
-    model. All take part in every round, or a sample (`Sampled`): c then moves by the sample's share of the users.
+    Its fixed point is the minimiser of the mean of the f_k for every K; that of FedAvg is not. All
+    users get one model. All take part in every round, or a sample (`Sampled`): c then moves by the
+    sample's share of the users.
 
     Args:
         local_steps: K.
         option: how c_k is updated: 1 costs a pass over all examples, 2 costs nothing.
         server_lr: η_g.
 
-    Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning, ICML 2020,
+    Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning,
+        ICML 2020,
     Algorithm 1, equations 3–5.
 
     Example:

@@ -1,1 +1,4 @@
-"""Methods that give each user's model a weight: learned from losses, distances or gradients, or given."""
+"""Methods that give each user's model a weight.
+
+Learned from losses, distances or gradients, or given.
+"""

@@ -18,10 +18,11 @@ class FedAMP(LocalSteps):
         ξ_kj = (α/s) exp(−‖x_k − x_j‖²/s) for j ≠ k,   ξ_kk = 1 − Σ_j ξ_kj,   u_k = Σ_j ξ_kj x_j
         then K times  x_k ← x_k − η (g_k(x_k) + (λ/α) (x_k − u_k))
 
-    Attentive message passing: a step of size α on λ Σ A(‖x_k − x_j‖²), A(z) = 1 − exp(−z/s), and then own steps
-    with a penalty. Where Σ_j ξ_kj would exceed 1, all ξ_kj are divided by it, so that u_k stays a mean. Users far
-    apart in parameters are strangers to each other: with s small it is training alone, with s large and α/s = 1/n
-    it is pulled to the plain mean. In a large model all distances are large: s must be of their order.
+    Attentive message passing: a step of size α on λ Σ A(‖x_k − x_j‖²), A(z) = 1 − exp(−z/s), and
+    then own steps with a penalty. Where Σ_j ξ_kj would exceed 1, all ξ_kj are divided by it, so
+    that u_k stays a mean. Users far apart in parameters are strangers to each other: with s small
+    it is training alone, with s large and α/s = 1/n it is pulled to the plain mean. In a large
+    model all distances are large: s must be of their order.
 
     Args:
         local_steps: K.
@@ -29,7 +30,8 @@ class FedAMP(LocalSteps):
         scale: s, the squared distance over which users count as near.
         step: α.
 
-    Reference: Huang et al., Personalized cross-silo federated learning on non-IID data, AAAI 2021, Algorithm 1,
+    Reference: Huang et al., Personalized cross-silo federated learning on non-IID data, AAAI 2021,
+        Algorithm 1,
     with K plain steps for the exact minimum; A is the paper's 1 − exp(−z/s).
 
     Example:
@@ -50,7 +52,9 @@ class FedAMP(LocalSteps):
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
         n = len(users.names)
-        return {"step": 0, "x": x.repeat(n, 1)} | weighed(torch.eye(n, dtype=x.dtype, device=x.device)[0])
+        return {"step": 0, "x": x.repeat(n, 1)} | weighed(
+            torch.eye(n, dtype=x.dtype, device=x.device)[0]
+        )
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

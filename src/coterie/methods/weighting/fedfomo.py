@@ -21,17 +21,19 @@ class FedFomo(LocalSteps):
         w_k ∝ max(0, (L_0(x) − L_0(x_k)) / ‖x_k − x‖),  k = 0..N, to sum 1
         x ← x + Σ w_k (x_k − x),      x_0 ← x
 
-    where L_0 is the validation loss of user 0 and x its model before the round. Where no model is better, x does
-    not move. The validation examples choose the weights and the best round too: few of them are a noisy judge, and
-    their loss is optimistic. In the paper every user weighs a sample of the others; here user 0 weighs all peers,
-    and peers, who need no validation examples, train alone. `similarity.FirstOrder` is the first-order
-    approximation.
+    where L_0 is the validation loss of user 0 and x its model before the round. Where no model is
+    better, x does not move. The validation examples choose the weights and the best round too: few
+    of them are a noisy judge, and their loss is optimistic. In the paper every user weighs a sample
+    of the others; here user 0 weighs all peers, and peers, who need no validation examples, train
+    alone. `similarity.FirstOrder` is the first-order approximation.
 
     Args:
         local_steps: K.
-        start: the model at which peers begin a round: their `"own"`, as in the paper, or user 0's, `"mine"`.
+        start: the model at which peers begin a round: their `"own"`, as in the paper, or user 0's,
+            `"mine"`.
 
-    Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first order model
+    Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first
+        order model
     optimization, ICLR 2021, equations 3 and 4.
 
     Example:
@@ -65,5 +67,9 @@ class FedFomo(LocalSteps):
         gains = users.moved(gains, torch.zeros_like(gains))
         weights = gains / gains.sum().clamp(min=TINY)
         x = x + weights @ (points - x)
-        points = x.repeat(len(points), 1) if self.start == "mine" else torch.cat([x.unsqueeze(0), points[1:]])
+        points = (
+            x.repeat(len(points), 1)
+            if self.start == "mine"
+            else torch.cat([x.unsqueeze(0), points[1:]])
+        )
         return {"step": step + self.local_steps, "points": points} | weighed(weights)

@@ -1,4 +1,7 @@
-"""User-centric federated learning: mixing weights from the distances between gradients, relative to noise."""
+"""User-centric federated learning.
+
+Mixing weights from the distances between gradients, relative to noise.
+"""
 
 from dataclasses import dataclass
 
@@ -20,17 +23,19 @@ class UserCentric(LocalSteps):
         w_kj ∝ n_j exp(−‖G_k − G_j‖² / (2σ_kσ_j)), to sum 1 over j
         then every round:  x_k ← K local steps from x_k;   x_k ← Σ_j w_kj x_j
 
-    With C clusters k-means groups the rows of w, and every user mixes by the mean row of its cluster, so that C
-    models are sent, not one for each user. Gradients at the random start decide everything: users who differ only
-    near their optima are not told apart. B sets σ and with it the scale of distances: with more blocks, each has
-    fewer examples and more noise, and distances count less. k-means starts from users who are far from each other.
+    With C clusters k-means groups the rows of w, and every user mixes by the mean row of its
+    cluster, so that C models are sent, not one for each user. Gradients at the random start decide
+    everything: users who differ only near their optima are not told apart. B sets σ and with it the
+    scale of distances: with more blocks, each has fewer examples and more noise, and distances
+    count less. k-means starts from users who are far from each other.
 
     Args:
         local_steps: K.
         clusters: C; when None, one for each user.
         blocks: B, the gradients that a user computes before the first round.
 
-    Reference: Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021, whose n_j are
+    Reference: Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021,
+        whose n_j are
     here the numbers of examples too.
 
     Example:
@@ -53,10 +58,15 @@ class UserCentric(LocalSteps):
         """Return the state before the first round: all users at x, and the mixing weights."""
         mixing = self.mixing(users, x)
         users.exchange(down=x.numel(), up=x.numel() + 1)
-        return {"step": 0, "points": x.repeat(len(users.names), 1), "mixing": mixing} | weighed(mixing[0])
+        return {"step": 0, "points": x.repeat(len(users.names), 1), "mixing": mixing} | weighed(
+            mixing[0]
+        )
 
     def mixing(self, users: Clients, x: Tensor) -> Tensor:
-        """Return w, a row for each user; a user whose gradients are not finite mixes with no other."""
+        """Return w, a row for each user.
+
+        A user whose gradients are not finite mixes with no other.
+        """
         means, noises = zip(*(self._gradient(users, name, x) for name in users.names), strict=True)
         noise, apart = torch.stack(noises), _squared_distances(torch.stack(means))
         likeness = torch.exp(-apart / (2 * torch.outer(noise, noise)).clamp(min=TINY))
@@ -82,7 +92,10 @@ class UserCentric(LocalSteps):
         if users.present is not None:
             mixing = mixing * users.present
             mixing = mixing / mixing.sum(1, keepdim=True)
-        return state | {"step": step + self.local_steps, "points": users.moved(mixing @ points, points)}
+        return state | {
+            "step": step + self.local_steps,
+            "points": users.moved(mixing @ points, points),
+        }
 
 
 def _squared_distances(rows: Tensor) -> Tensor:

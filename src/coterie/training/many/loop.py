@@ -1,4 +1,7 @@
-"""The loop of many runs: each has its own learner and record, and all take the steps of one program."""
+"""The loop of many runs.
+
+Each has its own learner and record, and all take the steps of one program.
+"""
 
 import math
 import time
@@ -40,7 +43,10 @@ class ReadyRun:
     why_by_itself: str | None  # why it cannot take part in a program
 
     def loop(self, *, follows: bool = True) -> TrainingLoop:
-        """Return its loop, of which the program takes the steps; without the rule where that is not chosen."""
+        """Return its loop, of which the program takes the steps.
+
+        Without the rule where that is not chosen.
+        """
         costs = costs_of(self.spec, self.engine.names, self.configuration.peers)
         rule = self.spec.rule if follows else Alone()
         learner = RuleLearner(replace(self.spec, scheduler=None), rule, self.engine, costs)
@@ -75,7 +81,9 @@ class ManyLoop:
         stack = Stack(x, [(some[0].spec, len(some)) for some in alike.values()])
         for loop, row in zip(self.loops, x, strict=True):
             loop.learner.x = loop.learner.parameters.share(row)
-        self.program = Program(self.ready[0].engine.copies(), [each.spec for each in self.ready], stack)
+        self.program = Program(
+            self.ready[0].engine.copies(), [each.spec for each in self.ready], stack
+        )
         self.captured = self._captured()
         self.running = set(range(len(ready)))
         self.errors: list[UserCodeError] = []  # of the runs' own code
@@ -93,7 +101,12 @@ class ManyLoop:
             due = self.program.step % self.every == 0 or self.program.step == self.steps
             points = self._evaluate() if due else {}
             self._call_hooks(points)
-            show(self.program.step, float(self.program.own_loss.mean()) if due else math.nan, math.nan, None)
+            show(
+                self.program.step,
+                float(self.program.own_loss.mean()) if due else math.nan,
+                math.nan,
+                None,
+            )
             stopped = interrupted()
         self._finish(self.running, Stopped.CTRL_C if stopped else None)
         return self.runs, stopped

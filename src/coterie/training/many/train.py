@@ -37,20 +37,23 @@ _NOT_TOGETHER = ("out", "engine", "forward_options", "capture", "threads")
 def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> list[Run]:
     """Train many personal models at once, and return what `train` without a guard returns for each.
 
-    The parameters of all runs are the rows of one matrix. In every step the own batches of all go through the
-    model together, then the peers', drawn once for all runs that share them; rules and optimizers work on all
-    rows. Batches are those of `train`, so that a run differs from the same run by itself in rounding only. `Alone`
-    and every `FormulaRule` can take part (`WeightedAveraging`, `BiasCorrection`, one's own), and whatever chooses
-    one of them before the first step. Runs with the same loss, steps, evaluations, metrics and device, whose models
-    differ in parameters only, are one program.
+    The parameters of all runs are the rows of one matrix. In every step the own batches of all go
+    through the model together, then the peers', drawn once for all runs that share them; rules and
+    optimizers work on all rows. Batches are those of `train`, so that a run differs from the same
+    run by itself in rounding only. `Alone` and every `FormulaRule` can take part
+    (`WeightedAveraging`, `BiasCorrection`, one's own), and whatever chooses one of them before the
+    first step. Runs with the same loss, steps, evaluations, metrics and device, whose models differ
+    in parameters only, are one program.
 
-    A run that cannot take part is trained by `train` after the others, and `record.configuration.runs` says
-    why. So is one whose gradients turn out not to be finite; where they are user 0's own, its `stopped` says so.
-    Its hooks are then told of its steps from the first again. A run whose own code raises ends, the others go on,
-    and a `UserCodeError` at the end has all of them. Ctrl-C ends all runs after the step they are in.
+    A run that cannot take part is trained by `train` after the others, and
+    `record.configuration.runs` says why. So is one whose gradients turn out not to be finite; where
+    they are user 0's own, its `stopped` says so. Its hooks are then told of its steps from the
+    first again. A run whose own code raises ends, the others go on, and a `UserCodeError` at the
+    end has all of them. Ctrl-C ends all runs after the step they are in.
 
     Args:
-        specs: the runs, each complete: `dataclasses.replace(base, rule=…, seed=…)` is a run like another.
+        specs: the runs, each complete: `dataclasses.replace(base, rule=…, seed=…)` is a run like
+            another.
         progress: show a progress bar; None: when standard error is a terminal.
 
     Example:
@@ -68,7 +71,9 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
     specs = listed(instance(RunSpec, ""), "a list of `coterie.RunSpec`s")("specs", specs)
     for name in _NOT_TOGETHER:
         if any(getattr(spec, name) != getattr(RunSpec, name) for spec in specs):
-            raise KnobError(f"`train_many` takes no `{name}`: leave it out, or train that run by `train`")
+            raise KnobError(
+                f"`train_many` takes no `{name}`: leave it out, or train that run by `train`"
+            )
     specs = [with_usable_peers(spec) for spec in specs]
     ready = _ready(specs, progress)
     programs: dict[Hashable, list[ReadyRun]] = {}
@@ -90,7 +95,11 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
     for each, spec in zip(ready, specs, strict=True):
         if each.place not in runs:
             try:
-                run = each.not_started() if stopped else _by_itself(spec, progress, each.why_by_itself)
+                run = (
+                    each.not_started()
+                    if stopped
+                    else _by_itself(spec, progress, each.why_by_itself)
+                )
             except UserCodeError as error:
                 errors.append(error)
                 run = error.run
@@ -98,7 +107,9 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
             stopped = stopped or (run is not None and run.stopped is Stopped.CTRL_C)
     in_order = [runs[place] for place in range(len(specs))]
     if errors:
-        raise UserCodeError(f"{errors[0]}; all runs are in this error's `run`", in_order) from errors[0].__cause__
+        raise UserCodeError(
+            f"{errors[0]}; all runs are in this error's `run`", in_order
+        ) from errors[0].__cause__
     return in_order
 
 
@@ -127,7 +138,9 @@ def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
             why = why or "its model is not the one of the first run with other parameters"
         if why is None and forms.setdefault(program, _form(spec.me)) != _form(spec.me):
             why = "its examples have another shape or dtype than those of the first run"
-        ready.append(ReadyRun(place, spec, engines[key], setup.configuration_of(spec, engines[key]), why))
+        ready.append(
+            ReadyRun(place, spec, engines[key], setup.configuration_of(spec, engines[key]), why)
+        )
     return [_chosen(each, progress) for each in ready]
 
 
@@ -173,7 +186,10 @@ def _program(spec: RunSpec) -> Hashable:
 def _alike(model: nn.Module, spec: RunSpec) -> bool:
     """Say whether a run's model is another model with other parameters, as far as a batch tells."""
     ours, other = (dict(each.state_dict(keep_vars=True)) for each in (model, spec.model))
-    a, b = ([(name, p.shape, p.dtype, p.requires_grad) for name, p in each.items()] for each in (ours, other))
+    a, b = (
+        [(name, p.shape, p.dtype, p.requires_grad) for name, p in each.items()]
+        for each in (ours, other)
+    )
     if a != b:
         return False
     device = next(iter(other.values())).device
@@ -183,7 +199,9 @@ def _alike(model: nn.Module, spec: RunSpec) -> bool:
         with torch.no_grad(), seeded(spec.seed, spec.me.name, 0, device):
             expected = called(copied(spec.model), inputs)
             output = functional_call(copied(model).to(device), trained, *as_arguments(inputs))
-            return all(torch.allclose(*pair) for pair in zip(leaves(output), leaves(expected), strict=True))
+            return all(
+                torch.allclose(*pair) for pair in zip(leaves(output), leaves(expected), strict=True)
+            )
     except Exception:  # a model that does not fit says so better where it is tried by itself
         return False
 
