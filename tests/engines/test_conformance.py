@@ -219,8 +219,8 @@ def test_bad_settings(make_engine: MakeEngine) -> None:
         make_engine(mlp().double(), f.cross_entropy, users[0], users[1:], batch_size=0, seed=0)
     with pytest.raises(coterie.errors.DataError, match="users must have different names"):
         make_engine(mlp().double(), f.cross_entropy, users[0], [users[0]], batch_size=2, seed=0)
+    model = frozen()[:2].double()  # type: ignore[index]  # a Sequential
     with pytest.raises(coterie.errors.ModelError, match="no trainable parameter"):
-        model = frozen()[:2].double()  # type: ignore[index]  # a Sequential
         make_engine(model, f.cross_entropy, users[0], users[1:], batch_size=2, seed=0)
 
 

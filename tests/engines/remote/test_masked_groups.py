@@ -217,7 +217,7 @@ def test_a_sketch_of_a_private_peer_is_of_what_has_the_noise(tmp_path: Path) -> 
             one.sketch = 4
             keep = one.wire.collect_sketches
 
-            def collect(n, k, s=None, keep=keep):  # type: ignore
+            def collect(n: int, k: int, s: Any = None, keep: Any = keep) -> Any:
                 shown.append(s.clone())
                 return keep(n, k, s)
 
