@@ -50,9 +50,7 @@ def bench(
         int | None, Option(min=1, help="Processes; as many as there are cores if left out.")
     ] = None,
 ) -> None:
-    """Compare the methods on real users.
-
-    Honest peers, wrong peers, users alike, a user like nobody.
+    """Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.
 
     Every method chooses its settings by the user's validation examples, out of as many; the test
     examples are used once. Ctrl-C loses nothing that is finished; the same command goes on, and one

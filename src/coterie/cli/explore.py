@@ -16,9 +16,7 @@ def explore(
     ],
     out: Annotated[Path, Option(help="Where to write the page.")] = Path("coterie-explore.html"),
 ) -> None:
-    """Compare runs on one page.
-
-    Each one's verdict, numbers, cost and weights, and their curves together.
+    """Compare runs on one page: each one's verdict, numbers, cost and weights, and their curves together.
 
     Example: coterie explore run other-run --out runs.html
     """

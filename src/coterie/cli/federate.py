@@ -166,9 +166,7 @@ def init(
     run: StepOptions,
     messages: MessageOptions,
 ) -> None:
-    """Write certificates and settings.
-
-    User 0's folder, and in sites/ one folder to hand to each site.
+    """Write certificates and settings: user 0's folder, and in sites/ one folder to hand to each site.
 
     Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site
         basel
@@ -361,9 +359,7 @@ def run(
     resume: Annotated[bool, Option("--resume", help="Go on with the run that is there.")] = False,
     wait: Annotated[float, Option(help="Seconds to wait for the server and the sites.")] = 60.0,
 ) -> None:
-    """Train: submit the job to user 0's server and follow it.
-
-    The model and the record land in FOLDER/run.
+    """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run.
 
     Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job;
     --resume goes on.

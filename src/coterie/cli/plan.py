@@ -175,9 +175,7 @@ class PromiseOptions:
 def plan(
     measured: SourceOptions, known: ConstantOptions, promised: PromiseOptions, asked: PlanOptions
 ) -> None:
-    """Say whether collaboration pays.
-
-    The best alpha, beta and step size of each method, by its bound.
+    """Say whether collaboration pays: the best alpha, beta and step size of each method, by its bound.
 
     The constants are given by options, or measured: by a run (`coterie plan RUN`), or now, on a
     table (--data). An option goes before what was measured. Measured peers count as alike, with the

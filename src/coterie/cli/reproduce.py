@@ -26,9 +26,7 @@ def reproduce(
     ] = Path("coterie-reproduction"),
     seed: Annotated[int, Option(help="What the sampled runs depend on.")] = 0,
 ) -> None:
-    """Reproduce the paper's figures.
-
-    Exact curves, 100 sampled runs as bands, a page that explains them.
+    """Reproduce the paper's figures: exact curves, 100 sampled runs as bands, a page that explains them.
 
     Example: coterie reproduce comparison drift --out figures
     """

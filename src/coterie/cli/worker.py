@@ -10,9 +10,7 @@ from coterie.tables import cluster
 
 @grouped
 def worker(table: PeerTableOptions, gives: GivingOptions, how: ProcessOptions) -> None:
-    """Be a peer: give user 0 gradients of these rows, until its run ends.
-
-    For a trusted network only.
+    """Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.
 
     User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is:
     RANK (0 is user 0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine).

@@ -221,7 +221,7 @@ def test_a_sketch_of_a_private_peer_is_of_what_has_the_noise(tmp_path: Path) -> 
                 shown.append(s.clone())
                 return keep(n, k, s)
 
-            one.wire.collect_sketches = collect  # type: ignore[method-assign]
+            one.wire.collect_sketches = collect  # type: ignore
             for _ in range(2):
                 one.wire.request.ask(Ask.SUM, 3, 1)
                 one.wire.request.weights.fill_(1 / 3)
