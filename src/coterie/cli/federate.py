@@ -87,7 +87,9 @@ class OwnTableOptions(FileForm):
 
     def columns(self) -> dict[str, Any]:
         """Return what the columns are for, as `from_table` takes it."""
-        return {name: getattr(self, name) for name in ("kind", "categorical", "dates", "drop", "ids")}
+        return {
+            name: getattr(self, name) for name in ("kind", "categorical", "dates", "drop", "ids")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
