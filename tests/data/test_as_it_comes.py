@@ -52,7 +52,9 @@ def test_a_file_for_each_user_without_header_is_read_by_command_and_function(
         table["age"][~unknown],
         visits().sort_values("ward", kind="stable")["age"].to_numpy()[~unknown],
     )
-    same = read_table(data, user_column="ward", header=["age", "seen", "ill"], na_values=["?", -9])
+    same = read_table(
+        data, user_column="ward", header=["age", "seen", "ill"], na_values=["?", "-9"]
+    )
     pd.testing.assert_frame_equal(table, same)
     words = ["train", "--data", data, "--user-column", "ward", "--target", "ill", "--me", "b"]
     words += ["--header", form["header"], "--na-values", "?,-9", "--dates", "seen"]
@@ -75,7 +77,7 @@ def test_what_is_wrong_with_such_files_is_said_with_the_remedy(tmp_path: Path) -
         ({"na_values": 3}, "`na_values` must be texts, in a list or between commas, got 3"),
     ):
         with pytest.raises(DataError, match=words):
-            read_table(data, user_column="ward", **options)  # type: ignore[arg-type]  # which is told
+            read_table(data, user_column="ward", **options)
     with pytest.raises(DataError, match=r"`user_column` must name their column"):
         read_table(data)
     with pytest.raises(DataError, match=r"there is no file .*whatever stands for {user}"):

@@ -369,7 +369,7 @@ def warn_of_common_rows(rows: Mapping[str, pd.DataFrame], preparation: Preparati
     """Warn of users who have rows in common: each is trained with what the other is tested on."""
     import pandas as pd
 
-    tidied = {name: preparation.tidied(each) for name, each in rows.items()}
+    tidied: dict[Any, Any] = {name: preparation.tidied(each) for name, each in rows.items()}
     hashes = pd.concat(
         pd.DataFrame({"user": name, "row": pd.util.hash_pandas_object(each, index=False)})
         for name, each in tidied.items()

@@ -239,7 +239,8 @@ def _peers(
 
     And who is left out because its rows cannot be used, and what is said of copies.
     """
-    target, peers, left_out, copies = table.roles.target, [], dict(table.left_out), {}
+    target, peers, left_out = table.roles.target, [], dict(table.left_out)
+    copies: dict[str, str] = {}
     for name, every in table.rows.items():
         if every is own:
             continue
