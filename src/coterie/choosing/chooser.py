@@ -62,8 +62,11 @@ class MakesLearner(Protocol):
     def check(self, engine: Engine) -> None:
         """Refuse an engine that cannot give what this needs."""
 
-    def instead(self, spec: RunSpec) -> Choice | None:
-        """Return a rule to follow instead, where this cannot serve, else None."""
+    def instead(self, spec: RunSpec, engine: Engine | None = None) -> Choice | None:
+        """Return a rule to follow instead, where this cannot serve, else None.
+
+        Where the engine is open it may have a say.
+        """
 
     def learner(
         self,

@@ -3,28 +3,33 @@
 See docs/mixture.md.
 """
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
 from coterie.choosing.chooser import Choice
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Answers, Engine
+from coterie.engines.capabilities import AnswersESteps
+from coterie.engines.engine import Answers, Engine, Question
 from coterie.engines.in_process.forward_options import ForwardOptions
+from coterie.engines.peer.linear_rows import linear_of
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, asks_here, driven, fit
+from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
+from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Rows
+from coterie.mixture.prior import Answer, Heard
+from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
 from coterie.recording.costs import Costs, Traffic
@@ -35,8 +40,6 @@ from coterie.users.user import Loss
 
 FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
-
-_WITHOUT_NUMBERS = (nn.Sequential, nn.Flatten, nn.Identity)
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,14 @@ class Mixture:
     single: bool = False
 
     def check(self, engine: Engine) -> None:
-        """Refuse an engine whose peers are elsewhere."""
-        require(engine, "local", "`Mixture`")
+        """Refuse nothing but what `AdaptiveAveraging` refuses, which serves where no E-step is answered."""
+        if engine.capabilities.no_e_steps:
+            AdaptiveAveraging().check(engine)
 
-    def instead(self, spec: RunSpec) -> Choice | None:
-        """Return adaptive averaging where the model is not linear, else None."""
-        why = why_not_linear(spec)
-        if why is None:
+    def instead(self, spec: RunSpec, engine: Engine | None = None) -> Choice | None:
+        """Return adaptive averaging where the model is not linear, or a peer answers no E-step, else None."""
+        why = why_not_linear(spec) or ("" if engine is None else engine.capabilities.no_e_steps)
+        if not why:
             return None
         gradients = AdaptiveAveraging()
         other = gradients.instead(spec) or Choice(gradients, {})  # type: ignore[arg-type]  # followed as a rule is
@@ -138,28 +142,6 @@ def _same(one: Any, other: Any) -> bool:
     )
 
 
-def linear_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that a model is, behind nothing but a change of shape.
-
-    None for any other model.
-
-    Example:
-        >>> linear_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
-        Linear(in_features=4, out_features=2, bias=True)
-        >>> linear_of(nn.Sequential(nn.Linear(4, 2), nn.ReLU())) is None
-        True
-    """
-    leaves = [each for each in model.modules() if not isinstance(each, _WITHOUT_NUMBERS)]
-    if len(leaves) != 1 or type(leaves[0]) is not nn.Linear:
-        return None
-    layer = leaves[0]
-    return (
-        layer
-        if all(p.requires_grad and p.is_floating_point() for p in layer.parameters())
-        else None
-    )
-
-
 def why_not_linear(spec: RunSpec) -> str | None:
     """Return why a run cannot be fitted in closed form; None where it can."""
     layer, family = linear_of(spec.model), family_of(spec.loss)
@@ -216,6 +198,8 @@ class ClosedForm(Learner):
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
         self.fitted: Fitted | None = None
+        # the peers that were left out of an exchange at least, with the last reason
+        self._left_out: dict[str, str] = {}
 
     @property
     def followed(self) -> Any:
@@ -226,26 +210,46 @@ class ClosedForm(Learner):
         """Ask the peers for all that is needed, and return the step to the model served."""
         fitted = self._fit()
         own_loss = float(fitted.served.losses.mean())
-        return NextStep(torch.zeros(1), own_loss, {}, partial(self._take, fitted))
+        return NextStep(torch.zeros(1), own_loss, self._left_out, partial(self._take, fitted))
 
     def _fit(self) -> Fitted:
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
         x, y = self._numbers(spec.me.examples)
         scaling = Scaling.of(x, y, family, intercept=intercept)
-        peers = [
-            scaling.clipped(scaling.rows(*self._numbers(peer.examples))) for peer in spec.peers
-        ]
         validation = spec.me.validation
         held_out: Rows | None = (
             None if validation is None else scaling.rows(*self._numbers(validation))
         )
-        sizes = np.array([len(peer) for peer in spec.peers], dtype=np.float64)
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
-        rows = scaling.rows(x, y)
-        fitting = fit(
-            rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single
-        )
-        return driven(fitting, asks_here(peers, family))
+        how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
+        fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
+        return driven(fitting, self._asking(scaling))
+
+    def _asking(self, scaling: Scaling) -> Callable[[Asked], Answer]:
+        """Return what asks the peers, wherever they are: an exchange for each question."""
+        engine, heard, exchanges = self.engine, Heard(), itertools.count()
+        if not isinstance(engine, AnswersESteps):
+            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        told = engine.capabilities.examples
+        examples = max([told.get(name) or 1 for name in engine.names], default=1)
+        alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
+
+        def ask(asked: Asked) -> Answer:
+            question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
+            point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
+            self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
+            answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
+            self._left_out |= answers.left_out
+            if answers.rows is not None:
+                rows = answers.rows[0].reshape(-1, *question.shape)
+                return heard.answer(asked, question, rows.numpy())
+            if answers.sums is None:
+                raise AssertionError("rows or sums were asked for")
+            sums = question.read(answers.sums.reshape(question.shape).numpy())
+            answered = answers.answered.expand(len(asked.priors.noise)).numpy()
+            return Answer(sums, answered)
+
+        return ask
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         """Return inputs (n, D) and targets (n, K) of examples."""
@@ -258,9 +262,7 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        names, size = list(self.engine.names), self.x.numel()
-        self.costs.compute([self.costs.me, *names], times=fitted.exchanges)
-        self.costs.exchange(names, down=2 * size, up=4 * size, times=fitted.exchanges)
+        self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
         self.step += 1
         self.state = {
             "step": self.step,

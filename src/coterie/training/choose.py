@@ -27,7 +27,7 @@ def choose(
 ) -> tuple[Followed, Configuration]:
     """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
     if isinstance(spec.rule, MakesLearner):
-        other = spec.rule.instead(spec)
+        other = spec.rule.instead(spec, engine)
         return (
             (spec.rule, configuration)
             if other is None

@@ -92,9 +92,11 @@ def set_up(
     check(spec)
     spec = with_usable_peers(spec)
     trackers = [] if folder is None else trackers_of(folder, spec.trackers)
-    spec = with_rule(spec).prepared()
+    steps, spec = spec.steps, with_rule(spec).prepared()
     guarded, guard = setup.guard_mode(spec)
     engine = setup.opened(spec, stack)
+    if isinstance(spec.rule, MakesLearner) and spec.rule.instead(spec, engine) is not None:
+        spec = replace(spec, steps=steps)  # another rule takes them
     held.enter_context(cpu_threads(threads_for(spec.threads, engine)))
     data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
     frozen = "" if folder is None else setup.frozen_part(spec)

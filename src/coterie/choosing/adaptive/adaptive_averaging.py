@@ -169,7 +169,7 @@ class AdaptiveAveraging:
         if engine.capabilities.sketch is None:  # it is by sketches that peers are weighed elsewhere
             require(engine, "rows", "`AdaptiveAveraging`")
 
-    def instead(self, spec: RunSpec) -> Choice | None:
+    def instead(self, spec: RunSpec, engine: Engine | None = None) -> Choice | None:
         """Return another rule where user 0's examples cannot be split into folds, else None."""
         if spec.me.is_stream:
             account = {

@@ -15,6 +15,7 @@ from coterie.engines.engine import LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer.caps import Caps, clipped
+from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.own_draws import OwnDraws, secret_number
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
@@ -51,13 +52,19 @@ class OwnGradients:
     ) -> None:
         self.user, self.passes, self.support, self.caps = user, passes, support, caps
         self._secret, self._private = secret, private
+        self.linear = LinearRows(user, passes)
         self._table: tuple[BatchStream, IndexTable] | None = None
 
     def __call__(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
         """Return what is asked for at each point, a row each, and over how many examples every gradient is.
 
-        `added`: the noise of private gradients, as in `PrivateGradients.gradient`.
+        `added`: the noise of private gradients, as in `PrivateGradients.gradient`. An E-step is
+        answered on all examples, of which it says as many as the caps tell.
         """
+        if request.e_step is not None:
+            told = len(self.user) // self.caps.examples * self.caps.examples
+            given = self.linear.answer(request.e_step, request.points[0], told, self.caps.norm)
+            return given[None], len(self.user)
         if request.work is not None:
             return self._worked(request, request.work)
         gradient, examples = self._drawn(request, request.step, added)

@@ -91,7 +91,10 @@ class Responder:
             reply = answer_message(self.peer, caller, request, share, masked=True)
             if "gradients" not in reply:
                 return reply
-            part = masks.masked(reply.pop("gradients"), context)
+            given = reply.pop("gradients")
+            if "e_step" in fields:  # its numbers are at most 1
+                given = given * masks.agreement.largest
+            part = masks.masked(given, context)
             return reply | {"round": fields["round"], "part": part}
         except Exception as error:
             return self._refused(_reason(error), caller, request)
