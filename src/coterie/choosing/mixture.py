@@ -6,7 +6,7 @@ See docs/mixture.md.
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
-from coterie.choosing.chooser import Choice
+from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
-from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
@@ -43,7 +42,7 @@ FEWEST = 6
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(Algorithm):
     """Fit a linear model in closed form: no step size, no number of steps, no initial weights.
 
     Candidates are made of the own rows alone, of the peers pooled, and of a prior over users that
@@ -73,18 +72,33 @@ class Mixture:
 
     single: bool = False
 
-    def check(self, engine: Engine) -> None:
-        """Refuse nothing but what `AdaptiveAveraging` refuses, which serves where no E-step is answered."""
-        if engine.capabilities.no_e_steps:
-            AdaptiveAveraging().check(engine)
+    guards_itself = plans_by_steps = True
 
-    def instead(self, spec: RunSpec, engine: Engine | None = None) -> Choice | None:
-        """Return adaptive averaging where the model is not linear, or a peer answers no E-step, else None."""
-        why = why_not_linear(spec) or ("" if engine is None else engine.capabilities.no_e_steps)
+    def completed(self, spec: RunSpec) -> RunSpec:
+        """Return the run with one step, in which all is done; refuse local steps."""
+        check_local_steps(spec)
+        return replace(spec, steps=1) if self.fallback(spec) is None else spec
+
+    def check(self, spec: RunSpec, engine: Engine) -> None:
+        """Refuse what `AdaptiveAveraging` refuses where it serves, since a peer answers no E-step."""
+        if engine.capabilities.no_e_steps:
+            AdaptiveAveraging().check(spec, engine)
+
+    def choose(
+        self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
+    ) -> Choice | None:
+        """Return adaptive averaging where the model is not linear, or a peer answers no E-step."""
+        return self._gradients(spec, why_not_linear(spec) or engine.capabilities.no_e_steps)
+
+    def fallback(self, spec: RunSpec) -> Choice | None:
+        """Return adaptive averaging where the model is not linear, else None."""
+        return self._gradients(spec, why_not_linear(spec))
+
+    def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
         if not why:
             return None
         gradients = AdaptiveAveraging()
-        other = gradients.instead(spec) or Choice(gradients, {})  # type: ignore[arg-type]  # followed as a rule is
+        other = gradients.fallback(spec) or Choice(gradients, {})
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
@@ -96,7 +110,6 @@ class Mixture:
         costs: Costs,
         *,
         guarded: bool,
-        forward_options: ForwardOptions,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
         return ClosedForm(spec, engine, costs, single=self.single)

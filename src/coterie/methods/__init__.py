@@ -137,10 +137,9 @@ def build(name: str, knobs: Mapping[str, Any], run: RunFacts) -> Any:
     """
     entry = entry_of(name)
     made = entry.build(knobs, run)
-    if not isinstance(made, Method):
-        return made
     # Knobs of a method may depend on how many gradients user 0 computes in all its rounds.
-    return entry.build(knobs, replace(run, steps=run.steps * made.gradients_a_round))
+    rounds = getattr(made, "gradients_a_round", 1)
+    return made if rounds == 1 else entry.build(knobs, replace(run, steps=run.steps * rounds))
 
 
 RULES.register(

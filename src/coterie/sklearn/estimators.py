@@ -11,7 +11,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from coterie.choosing import Chooser, MakesLearner, Mixture
+from coterie.choosing import Algorithm, Chooser, Mixture
 from coterie.data.preparation import Kind
 from coterie.data.reading import few_of
 from coterie.errors import DataError
@@ -32,7 +32,7 @@ class GroupEstimator(BaseEstimator):
         group: Column | None = None,
         *,
         module: Module | None = None,
-        rule: Rule | Chooser | MakesLearner | None = None,
+        rule: Rule | Chooser | Algorithm | None = None,
         me: Any = None,
         categorical: Sequence[Column] | None = None,
         steps: int | None = None,

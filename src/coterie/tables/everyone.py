@@ -15,13 +15,14 @@ from coterie.errors import DataError, FileError
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.page import write_everyone_page
 from coterie.everyone.runs import Runs
-from coterie.everyone.train import Followed, train_everyone
+from coterie.everyone.train import train_everyone
 from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
 from coterie.tables import models
 from coterie.tables.models import save_model
 from coterie.tables.report import metrics_of, write_report
+from coterie.training.algorithm import Followed
 from coterie.training.run import Run, Stopped
 from coterie.users.sampling import one_thread
 
