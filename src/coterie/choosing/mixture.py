@@ -5,7 +5,8 @@ See docs/mixture.md.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,15 +23,17 @@ from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.candidates import FOLDS
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
-from coterie.mixture.peer import EStep
+from coterie.mixture.peer import TOLD, EStep
 from coterie.mixture.posterior import Rows
-from coterie.mixture.prior import Answer, Heard
+from coterie.mixture.prior import EXCHANGES, FEWEST_PEERS, POOLED, Answer, Heard
 from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
+from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import Examples, InMemory
@@ -102,6 +105,11 @@ class Mixture(Algorithm):
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
+
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        """Return as how many gradients the E-steps of a fit count, at most."""
+        priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
+        return POOLED * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
 
     def learner(
         self,
@@ -211,8 +219,8 @@ class ClosedForm(Learner):
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
         self.fitted: Fitted | None = None
-        # the peers that were left out of an exchange at least, with the last reason
-        self._left_out: dict[str, str] = {}
+        # the peers that were left out of some exchanges, with the last reason, and of how many
+        self._left_out, self._missed = dict[str, str](), Counter[str]()
 
     @property
     def followed(self) -> Any:
@@ -252,7 +260,9 @@ class ClosedForm(Learner):
             point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
             self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
             answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
-            self._left_out |= answers.left_out
+            self._missed.update(list(answers.left_out))
+            missed = answers.left_out.items()
+            self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
             if answers.rows is not None:
                 rows = answers.rows[0].reshape(-1, *question.shape)
                 return heard.answer(asked, question, rows.numpy())

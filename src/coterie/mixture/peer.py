@@ -169,7 +169,9 @@ class EStep:
 
     def _names(self) -> list[str]:
         """Return what a row is made of, in order."""
-        return ["share", *(part for each in self.told.split() for part in _PARTS[each])]
+        parts = [part for each in self.told.split() for part in _PARTS[each]]
+        known = FAMILIES[self.family].is_squared
+        return ["share", *(part for part in parts if known or part != "residual")]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a part: one number for each prior, or for each parameter too."""
