@@ -49,6 +49,8 @@ class Learner(ABC):
 
     can_restart: ClassVar[bool] = True
     """Whether the guard may let it go on from the model trained alone."""
+    can_capture: ClassVar[bool] = True
+    """Whether its steps are ever alike, so that why they are not is worth a warning."""
 
     def __init__(self, spec: RunSpec, engine: Engine, costs: Costs) -> None:
         self.spec, self.model, self.engine, self.costs = spec, spec.model, engine, costs
