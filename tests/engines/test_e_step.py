@@ -24,6 +24,7 @@ from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
+from coterie.errors import KnobError
 from coterie.mixture.families import SOFTMAX
 from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Priors
@@ -73,7 +74,7 @@ def numbers_of(user: coterie.User) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
 def test_rows_are_those_of_the_rows_themselves(answering: MakeEngine) -> None:
     """Each peer's numbers, of rows scaled by hand; who is not asked gives none, and nothing depends on the point."""
     me, *peers = users()
-    engine = answering(nn.Linear(4, 3), LOSS, me, peers)
+    engine = answering(nn.Linear(4, 3), LOSS, me, peers, batch_size=8, seed=0)
     assert isinstance(engine, AnswersESteps)
     assert engine.capabilities.no_e_steps == ""
     x, y = numbers_of(me)
@@ -134,7 +135,7 @@ def over(sites: LocalSites, peers: list[coterie.User], **how: Any) -> Any:
 def test_masked_sums_give_the_same_to_their_rounding() -> None:
     """With masks, and with nothing but sums: the candidates that need no peer's own gradient are the same."""
     me, *peers = users()
-    sites = LocalSites(held(peers), SumsOnly())
+    sites = LocalSites(held(peers), SumsOnly(posteriors=True))
     fit = partial(coterie.train, nn.Linear(4, 3), LOSS, me, rule=coterie.Mixture(), **QUIET)
     masked = fit(peers=(), engine=over(sites, peers, secure_sums=True))
     plain = fit(peers=peers)
@@ -145,10 +146,27 @@ def test_masked_sums_give_the_same_to_their_rounding() -> None:
     assert masked.record.end.account["exchanges"] == 27
 
 
+def test_posteriors_are_added_under_masks_only_where_a_site_says_so() -> None:
+    """Else gradient steps, which a rule must say how to take; a request that asks all the same is refused."""
+    me, *peers = users()
+    sites = LocalSites(held(peers), SumsOnly())
+    engine = over(sites, peers, secure_sums=True)(nn.Linear(4, 3), LOSS, me)
+    assert "no posteriors" in engine.capabilities.no_e_steps
+    x, y = numbers_of(me)
+    alike = torch.full((1, 5), 0.2, dtype=torch.float64)
+    for step, told in enumerate(("gradient curvature", "posterior")):
+        asked = a_question(Scaling.of(x, y, SOFTMAX, intercept=True), told)
+        answers = engine.e_step(Question(torch.zeros(1, 15), step, alike, e_step=asked))()
+        assert answers.answered.item() == pytest.approx(1 if step == 0 else 0)
+        assert all("no posteriors" in why for why in answers.left_out.values())
+    with pytest.raises(KnobError, match="every peer's gradient"):
+        coterie.train(nn.Linear(4, 3), LOSS, me, (), coterie.Mixture(), engine=engine, **QUIET)
+
+
 def test_groups_under_masks_stand_as_a_peer_each() -> None:
     me, *peers = users()
     groups = {"north": ["peer 1", "peer 2"], "south": ["peer 3", "peer 4", "peer 5"]}
-    sites = LocalSites(held(peers), SumsOnly(peers=2))
+    sites = LocalSites(held(peers), SumsOnly(peers=2, posteriors=True))
     engine = over(sites, peers, secure_sums=groups)
     run = coterie.train(nn.Linear(4, 3), LOSS, me, (), coterie.Mixture(), engine=engine, **QUIET)
     plain = coterie.train(nn.Linear(4, 3), LOSS, me, peers, coterie.Mixture(), **QUIET)
@@ -220,9 +238,8 @@ def test_the_last_layer_of_a_network_is_asked_on_what_goes_into_it() -> None:
         features = model[1](model[0](inputs))
         last.weight.zero_()
         last.bias.zero_()
-    LOSS(last(features), targets).backward()
-    assert last.weight.grad is not None
-    np.testing.assert_allclose(told.gradient[:6, 0], last.weight.grad.T.numpy(), atol=1e-6)
+    (slope,) = torch.autograd.grad(LOSS(last(features), targets), last.weight)
+    np.testing.assert_allclose(told.gradient[:6, 0], slope.T.numpy(), atol=1e-6)
     plain = Request(x[None], 0, 0, 32, e_step=replace(asked, layer="1"))
     assert peer.answer(plain).refused == "its model has no such linear layer"
 

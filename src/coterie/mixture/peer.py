@@ -144,16 +144,19 @@ class EStep:
         Args:
             rows: the peer's, see `rows`.
             size: how many examples it says that it has; as many as rows when None.
-            norm: what its gradient is clipped to.
+            norm: what its gradient is clipped to. Where it is infinite, nothing but a posterior has
+                a bound: under masks a gradient that is cut would tell of this peer alone.
         """
         family, priors = FAMILIES[self.family], self.priors
         told = _told(rows, family, priors, set(self.told.split()))
-        if norm is not None and "gradient" in told:
+        if norm is not None and norm < np.inf and "gradient" in told:
             length = np.sqrt(np.square(told["gradient"]).sum((0, 2)))[:, None]
             told["gradient"] = told["gradient"] * (norm / np.maximum(length, norm))
         share = min(1.0, (len(rows.inputs) if size is None else size) / self.examples)
-        numbers = np.clip(self._flat(told) / self._bounds(), -1, 1)
-        numbers[:, self._of_share()] *= share
+        numbers, of_share = self._flat(told) / self._bounds(), self._of_share()
+        kept = np.where(of_share, np.inf if norm == np.inf else 1.0, 1.0)
+        numbers = np.clip(numbers, -kept, kept)
+        numbers[:, of_share] *= share
         return numbers
 
     def read(self, numbers: Array) -> Sums:

@@ -4,6 +4,7 @@ Gradients of its own examples, on batches that it draws itself.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -55,15 +56,19 @@ class OwnGradients:
         self.linear = LinearRows(user, passes)
         self._table: tuple[BatchStream, IndexTable] | None = None
 
-    def __call__(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
+    def __call__(
+        self, request: Request, added: float | None = None, *, masked: bool = False
+    ) -> tuple[Tensor, int]:
         """Return what is asked for at each point, a row each, and over how many examples every gradient is.
 
         `added`: the noise of private gradients, as in `PrivateGradients.gradient`. An E-step is
-        answered on all examples, of which it says as many as the caps tell.
+        answered on all examples, of which it says as many as the caps tell; of one that is `masked`
+        the gradient is not clipped.
         """
         if request.e_step is not None:
             told = len(self.user) // self.caps.examples * self.caps.examples
-            given = self.linear.answer(request.e_step, request.points[0], told, self.caps.norm)
+            norm = math.inf if masked else self.caps.norm
+            given = self.linear.answer(request.e_step, request.points[0], told, norm)
             return given[None], len(self.user)
         if request.work is not None:
             return self._worked(request, request.work)
