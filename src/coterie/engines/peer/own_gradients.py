@@ -20,6 +20,7 @@ from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.own_draws import OwnDraws, secret_number
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
+from coterie.mixture.peer import EStep
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
@@ -56,20 +57,11 @@ class OwnGradients:
         self.linear = LinearRows(user, passes)
         self._table: tuple[BatchStream, IndexTable] | None = None
 
-    def __call__(
-        self, request: Request, added: float | None = None, *, masked: bool = False
-    ) -> tuple[Tensor, int]:
+    def __call__(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
         """Return what is asked for at each point, a row each, and over how many examples every gradient is.
 
-        `added`: the noise of private gradients, as in `PrivateGradients.gradient`. An E-step is
-        answered on all examples, of which it says as many as the caps tell; of one that is `masked`
-        the gradient is not clipped.
+        `added`: the noise of private gradients, as in `PrivateGradients.gradient`.
         """
-        if request.e_step is not None:
-            told = len(self.user) // self.caps.examples * self.caps.examples
-            norm = math.inf if masked else self.caps.norm
-            given = self.linear.answer(request.e_step, request.points[0], told, norm)
-            return given[None], len(self.user)
         if request.work is not None:
             return self._worked(request, request.work)
         gradient, examples = self._drawn(request, request.step, added)
@@ -78,6 +70,15 @@ class OwnGradients:
             torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]),
             examples,
         )
+
+    def e_step(self, asked: EStep, point: Tensor, *, masked: bool) -> tuple[Tensor, int]:
+        """Answer an E-step on all examples, of which it says as many as the caps tell.
+
+        Its gradient is clipped, but not where it is `masked`.
+        """
+        told = len(self.user) // self.caps.examples * self.caps.examples
+        norm = math.inf if masked else self.caps.norm
+        return self.linear.answer(asked, point, told, norm)[None], len(self.user)
 
     def _worked(self, request: Request, work: LocalWork) -> tuple[Tensor, int]:
         """Take steps from each point, and return the sums of what they followed, and examples as above."""

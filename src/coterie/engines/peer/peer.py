@@ -274,7 +274,11 @@ class Peer:
             return self._answer_privately(request, self._private, caller, share)
         counts = self._secret is not None or self.ledger.path is not None
         try:
-            gradients, examples = self._gradients(request, masked=masked)
+            if request.e_step is None:
+                gradients, examples = self._gradients(request)
+            else:
+                how = request.e_step, request.points[0]
+                gradients, examples = self._gradients.e_step(*how, masked=masked)
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             if not masked:
