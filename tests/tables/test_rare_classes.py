@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.data import from_table, users_from_table
 from coterie.errors import KnobError
-from coterie.evaluation import METRICS
+from coterie.evaluation.metrics import average_precision, f1
 from coterie.tables import models
 
 
@@ -71,6 +71,7 @@ def test_the_loss_of_balanced_classes_is_the_mean_of_the_classes_means() -> None
         rows = visits().query("ward == 'a'") if hasattr(task, "me") else visits()
         assert preparation.class_weights == pytest.approx(sklearn_weights(rows["ill"]), rel=0.1)
         inputs, targets = preparation.examples(visits(), "ill")
+        assert isinstance(targets, torch.Tensor)
         outputs = torch.stack([inputs[:, 0], inputs[:, 1]], 1)
         each = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
         w = torch.tensor(preparation.class_weights)[targets]
@@ -107,11 +108,9 @@ def test_the_metrics_of_rare_classes_are_scikit_learns(
         for k in of
     ]
     targets = torch.tensor(truth)
-    assert METRICS["average-precision"](outputs, targets, given) == pytest.approx(
-        np.mean(precision)
-    )  # type: ignore[call-arg]
+    assert average_precision(outputs, targets, given) == pytest.approx(np.mean(precision))
     average = "binary" if n_classes == 2 else "macro"
-    f1 = sklearn_metrics.f1_score(
+    expected = sklearn_metrics.f1_score(
         truth, probabilities.argmax(1), average=average, sample_weight=weights
     )
-    assert METRICS["f1"](outputs, targets, given) == pytest.approx(f1)  # type: ignore[call-arg]
+    assert f1(outputs, targets, given) == pytest.approx(expected)
