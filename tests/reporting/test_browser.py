@@ -238,7 +238,9 @@ def test_hostile_names_are_text_on_every_page(browser: Any, tmp_path: Path) -> N
         for element in shown.page.locator("summary").all():
             element.click()
         assert shown.page.evaluate("window.pwned") is None
-        markup = "img, b:text-is('yes'), [onerror], [onload], [onmouseover], [href^='javascript:' i]"
+        markup = (
+            "img, b:text-is('yes'), [onerror], [onload], [onmouseover], [href^='javascript:' i]"
+        )
         assert shown.page.locator(markup).count() == 0, path
         assert shown.asked_for == [path.as_uri()]
         if path.parent.name != "everyone":
