@@ -381,7 +381,7 @@ def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_die
                 spent[Event(line["rate"], line["noise"])] += line["gradients"]
         assert spent.total() >= end.costs[name].gradients > 20
         assert 0 < epsilon_of(spent, 1e-3) <= epsilon
-        assert end.promises[name].spent == pytest.approx(epsilon_of(spent, 1e-3), rel=1e-6)
+        assert end.promises[name]["spent"] == pytest.approx(epsilon_of(spent, 1e-3), rel=1e-6)
 
 
 @SLOW
