@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.data import from_table, users_from_table
 from coterie.errors import KnobError
-from coterie.evaluation.metrics import average_precision, f1
+from coterie.evaluation import METRICS
 from coterie.tables import models
 
 
@@ -107,10 +107,10 @@ def test_the_metrics_of_rare_classes_are_scikit_learns(
         )
         for k in of
     ]
-    targets = torch.tensor(truth)
-    assert average_precision(outputs, targets, given) == pytest.approx(np.mean(precision))
+    targets, found = torch.tensor(truth), {name: cast("Any", METRICS[name]) for name in METRICS}
+    assert found["average-precision"](outputs, targets, given) == pytest.approx(np.mean(precision))
     average = "binary" if n_classes == 2 else "macro"
     expected = sklearn_metrics.f1_score(
         truth, probabilities.argmax(1), average=average, sample_weight=weights
     )
-    assert f1(outputs, targets, given) == pytest.approx(expected)
+    assert found["f1"](outputs, targets, given) == pytest.approx(expected)
