@@ -3,10 +3,10 @@
 See docs/mixture.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,10 +17,12 @@ from coterie.choosing.chooser import Choice
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine
 from coterie.engines.in_process.forward_options import ForwardOptions
+from coterie.errors import KnobError
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, asks_here, driven, fit
 from coterie.mixture.mixing import Entry
@@ -50,6 +52,8 @@ class Mixture:
 
     Args:
         single: serve the best candidate in the place of the mixture.
+        trees: take boosted trees and a forest as further candidates, or as the only ones. What is
+            served is then a module that mixes predictions. See docs/trees.md.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -69,6 +73,11 @@ class Mixture:
     """
 
     single: bool = False
+    trees: Literal[True, False, "only"] = False
+
+    def __post_init__(self) -> None:
+        if self.trees not in {True, False, "only"}:
+            raise KnobError(f'`trees` is True, False or "only", got {self.trees!r}')
 
     def check(self, engine: Engine) -> None:
         """Refuse an engine whose peers are elsewhere."""
@@ -95,7 +104,7 @@ class Mixture:
         forward_options: ForwardOptions,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
-        return ClosedForm(spec, engine, costs, single=self.single)
+        return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
 
 
 def family_of(loss: Loss) -> Family | None:
@@ -207,10 +216,16 @@ class ClosedForm(Learner):
     can_restart = False
 
     def __init__(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        single: bool = False,
+        trees: Literal[True, False, "only"] = False,
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.single = single
+        self.single, self.trees = single, trees
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
@@ -242,10 +257,25 @@ class ClosedForm(Learner):
         sizes = np.array([len(peer) for peer in spec.peers], dtype=np.float64)
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         rows = scaling.rows(x, y)
+        others = partial(self._trees, (x, y), seed) if self.trees else None
         fitting = fit(
-            rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single
+            *(rows, family, scaling, sizes),
+            seed=seed,
+            held_out=held_out,
+            others=others,
+            single=self.single,
+            linear=self.trees != "only",
         )
         return driven(fitting, asks_here(peers, family))
+
+    def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
+        from coterie.trees.candidates import candidates
+
+        validation, peers = self.spec.me.validation, [peer.examples for peer in self.spec.peers]
+        held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
+        given = [Rows(*self._numbers(each)).finite() for each in peers]
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed}
+        return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         """Return inputs (n, D) and targets (n, K) of examples."""
@@ -264,7 +294,8 @@ class ClosedForm(Learner):
         self.step += 1
         self.state = {
             "step": self.step,
-            "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS),
+            "weight": 1
+            - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
 
     def consider(self, validation_loss: float) -> None:
@@ -300,7 +331,7 @@ class ClosedForm(Learner):
         return {} if fitted is None else account_of(fitted, self.tau(), len(self.spec.me))
 
 
-ALONE_KINDS = ("constant", "alone")
+ALONE_KINDS = ("constant", "alone", "forest, alone")
 
 
 def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, Any]:
