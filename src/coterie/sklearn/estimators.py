@@ -1,7 +1,7 @@
 """The estimators: `fit` trains a model for every group, `predict` sends each row to its group's model."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pandas as pd
@@ -11,10 +11,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from coterie.choosing import Chooser, MakesLearner, Mixture
+from coterie.choosing import Algorithm, Chooser, Mixture
 from coterie.data.preparation import Kind
-from coterie.data.reading import few_of
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
@@ -32,7 +31,7 @@ class GroupEstimator(BaseEstimator):
         group: Column | None = None,
         *,
         module: Module | None = None,
-        rule: Rule | Chooser | MakesLearner | None = None,
+        rule: Rule | Chooser | Algorithm | None = None,
         me: Any = None,
         categorical: Sequence[Column] | None = None,
         steps: int | None = None,
@@ -90,7 +89,7 @@ class GroupEstimator(BaseEstimator):
             )
         target = unused("y", rows)
         given = (self.rule, self.steps, self.lr)
-        trees = "only" if self.module == "trees" else True
+        trees: Literal[True, "only"] = "only" if self.module == "trees" else True
         closed = self.module in (None, "trees") and all(each is None for each in given)
         if self.module == "trees" and not closed:
             raise KnobError('`module="trees"` takes no steps: leave out `rule`, `steps` and `lr`')

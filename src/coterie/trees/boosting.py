@@ -187,13 +187,14 @@ class Part:
 
     def _sums(self, values: Array) -> Array:
         sums = self.rows_hot.T @ values.reshape(len(values), -1)
-        return np.asarray(sums).reshape(self.total, *values.shape[1:])
+        shaped: Array = np.asarray(sums).reshape((self.total, *values.shape[1:]))
+        return shaped
 
     def grown(self, tree: Tree) -> None:
         """Take the step that a tree is, and begin with the next."""
         for level in tree.levels[self.levels :]:
             self._split(level)
-        every = self._leaves(tree) if self.drawn is not None else self.node
+        every: Array = self._leaves(tree) if self.drawn is not None else self.node
         self.margin += tree.values[np.arange(every.shape[1]), every]
         self.trees = (*self.trees, tree)
         self._begin()
