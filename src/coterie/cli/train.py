@@ -111,7 +111,7 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     here = where.engine == "in-process" and table.weights is None
-    kinds = {"auto": ["trees=true"], "trees": ["trees=only"], "linear": []}
+    kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if rule.rule != "auto" or stepwise or knobs or not here or how.model not in kinds:
         if how.model == "trees":
             raise KnobError(

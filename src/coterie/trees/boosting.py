@@ -293,7 +293,7 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
 
 
 def _newton(sums: Array, k: int, ridge: float) -> Array:
-    newton: Array = sums[..., :k] / (sums[..., k : 2 * k] + ridge)
+    newton: Array = sums[..., :k] / (np.maximum(sums[..., k : 2 * k], 0.0) + ridge)
     return newton
 
 
