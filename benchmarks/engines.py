@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import coterie
-from coterie.engines.mutual.engine import Mutual
-from coterie.engines.mutual.processes import LAST_THREAD
+from coterie.engines.processes.engine import Mutual
+from coterie.engines.processes.processes import LAST_THREAD
 from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
 from coterie.gradients.parameters import Parameters
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.engines.processes.engine import TorchDistributed, serve
 
 RANKS, HIDDEN = 8, 1340  # 64 inputs and 10 outputs: 100,510 parameters
 PAGE = resource.getpagesize()

@@ -15,15 +15,14 @@ from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import TableTask, from_table
-from coterie.engines.mutual.meeting import Meeting
-from coterie.engines.torch_distributed.engine import join
-from coterie.engines.torch_distributed.group import Group
+from coterie.engines.processes.processes import Processes
+from coterie.engines.processes.rendezvous import Rendezvous
 from coterie.errors import DataError, KnobError
 from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to
-from coterie.tables import cluster, mutual
+from coterie.tables import cluster
 from coterie.training.run import Run
 
 
@@ -123,27 +122,26 @@ def _users(
 
     None where it is a peer, and the run is over.
     """
-    data, patience, changed = (
-        str(table.data),
-        where.timeout or 120.0,
-        {"device": cluster.here(how.device)},
-    )
+    data, patience = str(table.data), where.timeout or 120.0
+    changed: dict[str, Any] = {"device": cluster.here(how.device)}
+    if where.engine == "in-process":
+        task = from_table(table.data, seed=how.seed, **table.settings())
+        return task, {peer.name: len(peer) for peer in task.peers}, {}
+    others = Processes(Rendezvous(patience))
     if everyone:
-        meeting = Meeting(patience)
         columns = {name: value for name, value in table.settings().items() if name != "me"}
-        task, sizes, folder = mutual.meet(meeting, data, seed=how.seed, **columns)
-        return task, sizes, changed | {"engine": where.over(meeting), "out": how.out / folder}
-    if where.engine == "torch":
-        group = join(patience)
-        if group.rank:
-            _follow(group, table, how, where)
-            return None
-        group, task, sizes = cluster.lead(
-            group, data, model=how.model, seed=how.seed, **table.settings()
-        )
-        return task, sizes, changed | {"engine": where.over(group)}
-    task = from_table(table.data, seed=how.seed, **table.settings())
-    return task, {peer.name: len(peer) for peer in task.peers}, {}
+        with others.or_leave():
+            task, sizes, folder = cluster.meet(others, data, seed=how.seed, **columns)
+        changed["out"] = how.out / folder
+    elif others.rank:
+        _follow(others, table, how, where)
+        return None
+    else:
+        with others.or_leave():
+            task, sizes = cluster.lead(
+                others, data, model=how.model, seed=how.seed, **table.settings()
+            )
+    return task, sizes, changed | {"engine": where.over(others, everyone=everyone)}
 
 
 def _counted(peers: int) -> str:
@@ -174,13 +172,13 @@ def _split_again(
     )
 
 
-def _follow(group: Group, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
+def _follow(others: Processes, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
     part = functools.partial(
-        cluster.part_of, group, str(table.data), *whose, sep=table.sep, decimal=table.decimal
+        cluster.part_of, others, str(table.data), *whose, sep=table.sep, decimal=table.decimal
     )
-    cluster.follow(group, part, how.model, how.device, secure_sums=where.secure_sums)
+    cluster.follow(others, part, how.model, how.device, secure_sums=where.secure_sums)
 
 
 def _print_result(run: Run, title: str) -> None:

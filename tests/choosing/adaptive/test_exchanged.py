@@ -23,10 +23,10 @@ from coterie import User
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
+from coterie.engines.processes.engine import TorchDistributed, serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import Reply, Request
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
 from coterie.methods import FedAvg
 from coterie.privacy.sums import SumsOnly
@@ -73,7 +73,7 @@ def variation(one: coterie.Run, other: coterie.Run) -> float:
     return sum(abs(a[name] - b[name]) for name in a) / 2
 
 
-@pytest.mark.parametrize("where", ["torch.distributed", "NVFLARE's, over sites in this process"])
+@pytest.mark.parametrize("where", ["processes", "NVFLARE's, over sites in this process"])
 def test_a_step_is_one_exchange_and_the_run_is_that_in_process(where: str) -> None:
     me, peers = users()
     with ENGINES[where]() as engine:
