@@ -25,7 +25,6 @@ import coterie
 from coterie.benchmark.sets import SETS
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.engines.engine import Answers, Capabilities, Question
-from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
 from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
@@ -62,9 +61,7 @@ class Sketched(coterie.InProcess):
 def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     """Return the weights after the first half of the steps, the mean over trunks."""
     costs = Costs(dict.fromkeys([spec.me.name, *engine.names], spec.batch_size))
-    made = coterie.AdaptiveAveraging().learner(
-        spec, engine, costs, guarded=False, forward_options=DEFAULT_FORWARD
-    )
+    made = coterie.AdaptiveAveraging().learner(spec, engine, costs, guarded=False)
     assert isinstance(made, AdaptiveLearner)
     while made.step < made.half:
         made.next_step().take()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.choosing import AdaptiveAveraging, MakesLearner
+from coterie.choosing import AdaptiveAveraging, Algorithm
 from coterie.data import Task, digits_by_writer
 from coterie.recording.configuration import counted
 from coterie.recording.result import Comparison, Difference
@@ -34,7 +34,7 @@ RATES = (0.003, 0.01, 0.03)
 
 DEFAULT = "adaptive"
 
-METHODS: Mapping[str, Callable[[Task], Rule | MakesLearner]] = {
+METHODS: Mapping[str, Callable[[Task], Rule | Algorithm]] = {
     DEFAULT: lambda task: AdaptiveAveraging(),
     "alone": lambda task: Alone(),
     "pooled": lambda task: WeightedAveraging.pooled(task.me, task.peers),

@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 
 from coterie.benchmark.population import Population
 from coterie.errors import KnobError
-from coterie.methods import Method
 from coterie.registry import Entry, FromRun, RunFacts
+from coterie.training.algorithm import algorithm_of
 
 RATES = (0.01, 0.03, 0.1)
 """The step sizes of Adam that a rule is tried at."""
@@ -120,7 +120,7 @@ class Contender:
 
 def usual_rates(thing: object) -> tuple[float, ...]:
     """Return the step sizes for a rule, which Adam follows, or for a method, which takes plain steps."""
-    return PLAIN_RATES if isinstance(thing, Method) else RATES
+    return PLAIN_RATES if algorithm_of(thing).counts == "rounds" else RATES
 
 
 def schedules(make: Knobs, start: Setting | None = None) -> tuple[Setting, ...]:

@@ -16,14 +16,13 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
 from coterie.benchmark.tasks import SetTask
-from coterie.choosing import MakesLearner, chooser_for
+from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors_of, evaluate, outputs_on
 from coterie.learners.spec import RunSpec
-from coterie.methods import Method
 from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
-from coterie.training.choose import Followed
+from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.many.train import train_many
 from coterie.training.run import Run, Step, Stopped
 from coterie.training.train import train_spec
@@ -127,7 +126,7 @@ class Tuning:
         rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
         together: dict[tuple[Setting, float], tuple[RunSpec, TailAverage | None]] = {}
         for (setting, lr), rule in rules.items():
-            if isinstance(rule, Method | MakesLearner) or setting.options:
+            if algorithm_of(rule).rule is None or setting.options:
                 self._trials[setting, lr] = self._train(setting, lr, rule)
             else:
                 together[setting, lr] = self._spec(setting, lr, rule)
@@ -153,12 +152,12 @@ class Tuning:
         tail = TailAverage(start, self.steps) if setting.tail_average else None
         # At equal gradients: a round of a method is as many steps as user 0 computes gradients in
         # it. Two rounds at least: fine-tuning needs one before and one after it has begun.
-        steps = (
-            max(2, self.steps // rule.gradients_a_round) if isinstance(rule, Method) else self.steps
-        )
+        algorithm = algorithm_of(rule)
+        rounds = algorithm.counts == "rounds"
+        steps = max(2, self.steps // algorithm.gradients_a_round) if rounds else self.steps
         spec = RunSpec(
             *(start, self.loss, self.me, self.task.peers, rule),
-            optimizer=None if isinstance(rule, Method) else _optimizer(setting),
+            optimizer=None if rounds else _optimizer(setting),
             lr=lr,
             scheduler=self._falling if setting.lr_schedule == "decreasing" else None,
             steps=steps,
@@ -202,7 +201,7 @@ class Tuning:
         """
         rule = setting.make(self._facts)
         chooser = chooser_for(rule)
-        if isinstance(rule, Method) or chooser is None:
+        if chooser is None:
             return cast("Followed", rule)
         if setting.make not in self._chosen:
             began = time.process_time()
@@ -219,19 +218,18 @@ class Tuning:
 
     def _wrong_weight(self, rule: Followed, run: Run) -> float | None:
         names = list(run.record.configuration.peers)  # without those that could not be used
-        if isinstance(rule, Method):
+        algorithm = algorithm_of(rule)
+        if algorithm.counts == "rounds":
             weights = run.state.get("weights")
             wrong = [1 + names.index(name) for name in self.task.wrong if name in names]
             return None if weights is None else float(sum(weights[k] for k in wrong))
-        if isinstance(
-            rule, MakesLearner
-        ):  # which has no weight but changes it; zero where Alone is served
+        if algorithm.rule is None:  # no weight but it changes it; zero where Alone is served
             return float(
                 sum(run.record.end.account["tau"].get(name, 0.0) for name in self.task.wrong)
             )
         if getattr(rule, "aggregator", None) is not None:  # which has no weights
             return None
-        tau = weights_in(run.state) or rule.weights(names)
+        tau = weights_in(run.state) or algorithm.rule.weights(names)
         share = sum(tau.get(name, 0.0) for name in self.task.wrong) / (sum(tau.values()) or 1.0)
         return float(run.state["weight"] * share)
 

@@ -1,16 +1,16 @@
-"""The contracts of what looks at the data.
+"""The contracts of what a run follows: a chooser, before the first step, or what learns as the run goes."""
 
-A chooser, before the first step, or what learns as the run goes.
-"""
-
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from coterie.engines.engine import Engine
-from coterie.engines.in_process.forward_options import ForwardOptions
+from coterie.errors import KnobError
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
+from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs
 from coterie.rules import Rule
 from coterie.theory.estimates import Estimates
@@ -18,9 +18,9 @@ from coterie.theory.estimates import Estimates
 
 @dataclass(frozen=True)
 class Choice:
-    """A rule that was chosen, and the reasons."""
+    """What was chosen to be followed, and the reasons."""
 
-    rule: Rule
+    rule: Any
     account: Mapping[str, Any]  # how it was chosen, as plain data; `sentence` says it in words
     estimates: Estimates | None = None  # the constants measured on the way
 
@@ -55,26 +55,72 @@ class TellsCost(Protocol):
         """Return in a line what it will ask, and how to lower that."""
 
 
-@runtime_checkable
-class MakesLearner(Protocol):
-    """What takes the steps of a run in its own way, by a learner of its own kind, such as `AdaptiveAveraging`."""
+class Algorithm(ABC):
+    """What a run follows, as the run sees it: what it needs, and a learner that asks and takes the steps.
 
-    def check(self, engine: Engine) -> None:
+    `AdaptiveAveraging` and `Mixture` are algorithms; `training.algorithm.algorithm_of` makes one of
+    a rule, a chooser or a federated method.
+    """
+
+    counts: Literal["steps", "rounds"] = "steps"
+    """What is counted; in a round users take steps of their own."""
+    guards_itself: bool = False
+    """Whether its learner trains a model alone beside, and serves that where it is better."""
+    plans_by_steps: bool = False
+    """Whether a run of more steps is another run from its first step on."""
+    needs_rows: bool = True
+    """Whether every peer's gradient is needed, not only their weighted sum."""
+    alone: bool = False
+    """Whether no peer is asked."""
+    averages: bool = True
+    """Whether it averages gradients of peers, so that the theory's constants say something of it."""
+    gradients_a_round: int = 1
+    """How many gradients user 0 computes in a round."""
+    in_rows: bool = False
+    """Whether many runs can follow it as rows of one matrix; see `train_many`."""
+    rule: Rule | None = None
+    """The rule that makes directions, where there is one."""
+    followed: Any = None
+    """What was given to be followed, where that is another thing."""
+
+    def completed(self, spec: RunSpec) -> RunSpec:
+        """Return the run with the settings that this needs; refuse those that have no effect."""
+        return spec
+
+    @abstractmethod
+    def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine that cannot give what this needs."""
 
-    def instead(self, spec: RunSpec) -> Choice | None:
-        """Return a rule to follow instead, where this cannot serve, else None."""
+    def fallback(self, spec: RunSpec) -> Choice | None:
+        """Return what is followed instead where this cannot serve, else None."""
+        return None
 
-    def learner(
-        self,
-        spec: RunSpec,
-        engine: Engine,
-        costs: Costs,
-        *,
-        guarded: bool,
-        forward_options: ForwardOptions,
-    ) -> Learner:
+    def choose(
+        self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
+    ) -> Choice | None:
+        """Return what is followed instead, chosen from the data; None: this.
+
+        `earlier` is the account of the same choice in a run that is resumed.
+        """
+        return self.fallback(spec)
+
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        """Return how many gradients a run asks of each peer elsewhere, at most."""
+        return math.ceil(settings.steps / settings.exchange_every) * settings.local_steps
+
+    @abstractmethod
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
         """Return the learner of a run that is prepared.
 
         Under a guard it may serve the model trained alone.
         """
+
+
+def check_local_steps(spec: RunSpec) -> None:
+    """Refuse local steps where peers are judged by gradients."""
+    if spec.local_steps > 1:
+        raise KnobError(
+            "adaptive averaging judges its peers by gradients, not by local steps: leave"
+            " `local_steps` out for `exchange_every`, or give a rule with its weights set, such as"
+            " `WeightedAveraging`"
+        )

@@ -4,7 +4,7 @@ See docs/mixture.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
-from coterie.choosing.chooser import Choice
+from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine
-from coterie.engines.in_process.forward_options import ForwardOptions
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
@@ -40,7 +39,7 @@ _WITHOUT_NUMBERS = (nn.Sequential, nn.Flatten, nn.Identity)
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(Algorithm):
     """Fit a linear model in closed form: no step size, no number of steps, no initial weights.
 
     Candidates are made of the own rows alone, of the peers pooled, and of a prior over users that
@@ -70,17 +69,24 @@ class Mixture:
 
     single: bool = False
 
-    def check(self, engine: Engine) -> None:
+    guards_itself = plans_by_steps = True
+
+    def completed(self, spec: RunSpec) -> RunSpec:
+        """Return the run with one step, in which all is done; refuse local steps."""
+        check_local_steps(spec)
+        return replace(spec, steps=1) if self.fallback(spec) is None else spec
+
+    def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine whose peers are elsewhere."""
         require(engine, "local", "`Mixture`")
 
-    def instead(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> Choice | None:
         """Return adaptive averaging where the model is not linear, else None."""
         why = why_not_linear(spec)
         if why is None:
             return None
         gradients = AdaptiveAveraging()
-        other = gradients.instead(spec) or Choice(gradients, {})  # type: ignore[arg-type]  # followed as a rule is
+        other = gradients.fallback(spec) or Choice(gradients, {})
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
@@ -92,7 +98,6 @@ class Mixture:
         costs: Costs,
         *,
         guarded: bool,
-        forward_options: ForwardOptions,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
         return ClosedForm(spec, engine, costs, single=self.single)

@@ -122,25 +122,22 @@ def _users(
 
     None where it is a peer, and the run is over.
     """
-    data, patience = str(table.data), where.timeout or 120.0
     changed: dict[str, Any] = {"device": cluster.here(how.device)}
     if where.engine == "in-process":
-        task = from_table(table.data, seed=how.seed, **table.settings())
-        return task, {peer.name: len(peer) for peer in task.peers}, {}
-    others = Processes(Rendezvous(patience))
+        task = from_table(seed=how.seed, **table.settings())
+        return task, {peer.name: len(peer) for peer in task.peers}, changed
+    others = Processes(Rendezvous(where.timeout or 120.0))
     if everyone:
-        columns = {name: value for name, value in table.settings().items() if name != "me"}
         with others.or_leave():
-            task, sizes, folder = cluster.meet(others, data, seed=how.seed, **columns)
+            task, sizes, folder = cluster.meet(others, table.settings(), seed=how.seed)
         changed["out"] = how.out / folder
     elif others.rank:
         _follow(others, table, how, where)
         return None
     else:
         with others.or_leave():
-            task, sizes = cluster.lead(
-                others, data, model=how.model, seed=how.seed, **table.settings()
-            )
+            settings = table.settings() | {"seed": how.seed}
+            task, sizes = cluster.lead(others, settings, model=how.model)
     return task, sizes, changed | {"engine": where.over(others, everyone=everyone)}
 
 
@@ -166,7 +163,7 @@ def _split_again(
     """Return the task with user 0's rows split in another way, and the rule for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is told of a table is told once
-        task = from_table(table.data, seed=how.seed + k, **table.settings())
+        task = from_table(seed=how.seed + k, **table.settings())
     return task, rule.build(
         RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps)
     )
@@ -175,9 +172,7 @@ def _split_again(
 def _follow(others: Processes, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
-    part = functools.partial(
-        cluster.part_of, others, str(table.data), *whose, sep=table.sep, decimal=table.decimal
-    )
+    part = functools.partial(cluster.part_of, others, table.data, *whose, form=table)
     cluster.follow(others, part, how.model, how.device, secure_sums=where.secure_sums)
 
 

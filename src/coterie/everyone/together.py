@@ -20,11 +20,9 @@ from coterie.evaluation.evaluate import scores
 from coterie.evaluation.losses import on_device
 from coterie.everyone.folders import align
 from coterie.everyone.program import EvaluatedTogether, SharedAnswers, learners_of
-from coterie.learners.learner import RuleLearner
 from coterie.learners.program import HOST
 from coterie.learners.spec import RunSpec
 from coterie.recording.progress import Show, interruptible, progress_bar
-from coterie.rules import Alone, FormulaRule
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped
 from coterie.training.train import SetUpRun, set_up
@@ -76,12 +74,10 @@ def _why_by_itself(loop: TrainingLoop) -> str | None:
     """Say why a run cannot be taken together with others; None where it can."""
     learner, rule = loop.learner, loop.learner.followed
     adaptive = isinstance(learner, AdaptiveLearner)
-    able = adaptive or (isinstance(learner, RuleLearner) and isinstance(rule, Alone | FormulaRule))
+    able = adaptive or getattr(rule, "in_rows", False)
     reasons = {
         f"`{type(rule).__name__}` is not a rule that runs can follow together": not able,
-        "every peer's gradient is needed": (
-            isinstance(learner, RuleLearner) and learner.rule.needs_rows
-        ),
+        "every peer's gradient is needed": (not adaptive and getattr(rule, "needs_rows", False)),
         "its steps are captured": loop.captured is not None,
         "it has exchanges of its own (`exchange_every`, `local_steps`)": (
             not adaptive and max(learner.exchange_every, learner.local_steps) > 1

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from torch import nn
 
 from coterie.arguments import Setting, listed, takes_fields_of
-from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner
+from coterie.choosing import AdaptiveAveraging
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, GradientError, KnobError, UserCodeError
 from coterie.everyone.folders import POOLED, folder_names
@@ -19,14 +19,11 @@ from coterie.everyone.runs import Runs
 from coterie.everyone.together import train_together
 from coterie.learners.spec import LOSS, MODEL, RunSettings, RunSpec
 from coterie.recording.claim import claimed
-from coterie.rules import Rule
+from coterie.training.algorithm import Followed
 from coterie.training.checking import check
 from coterie.training.run import Run
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
-
-Followed: TypeAlias = Rule | Chooser | MakesLearner
-"""What a user's model may follow."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.data import Preparation, read_table
+from coterie.data.reading import FileForm
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
@@ -118,19 +119,19 @@ examples = {examples}     # no gradient of fewer rows than this
 {rest}"""
 
 PRIVACY = """\
-# [privacy]             # what you promise about every row; take `norm` above away. It needs the
-# extra `privacy` epsilon = 4.0         # over all runs; a request beyond it is refused delta = 1e-5
-# # less than one over the number of your rows clip = 1.0            # each row's gradient is
-# clipped to this norm noise = 1.0           # in multiples of `clip`; left out: the least with
-# which epsilon lasts for `gradients` above batch_size = {batch_size:<10} # the only size that is
-# answered for: user 0 cannot choose by what it has seen margin = 1            # with [sums] and its
-# keys: sites split the noise, of whom so many others may tell theirs
+# [privacy]             # what you promise about every row; take `norm` above away. It needs the extra `privacy`
+# epsilon = 4.0         # over all runs; a request beyond it is refused
+# delta = 1e-5          # less than one over the number of your rows
+# clip = 1.0            # each row's gradient is clipped to this norm
+# noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
+# batch_size = {batch_size:<10} # the only size that is answered for: user 0 cannot choose by what it has seen
+# margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
 """
 
 SUMS = """# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
-# peers = 3             # of at least so many sites share = 0.5           # of which none has more
-# of the weight keys = { }            # other = "its fingerprint", by `coterie federate check`
-# there, told by telephone
+# peers = 3             # of at least so many sites
+# share = 0.5           # of which none has more of the weight
+# keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
 """
 
 KEYS = """# [keys]                # other = "its fingerprint", by `coterie federate check` there, told by telephone
@@ -149,7 +150,7 @@ def set_up(
     Where everyone trains user 0 has a kit too, which is accepted, and the folder beside it is the
     server's alone. `columns` are `kind`, `categorical`, `drop` and `ids` of `from_table`.
     """
-    rows = read_table(settings.data.table)
+    rows = read_table(settings.data.table, **settings.data.form)
     task = lead_task(rows, settings, **columns)
     preparation = task.preparation
     model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
@@ -342,4 +343,9 @@ def _lines(part: Data | Model | Training) -> str:
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if value not in (None, "", {})}
+    usual = vars(FileForm())
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if value not in (None, "", {}) and (name not in usual or value != usual[name])
+    }

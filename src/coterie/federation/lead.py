@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,8 +10,7 @@ from typing import Any
 
 import torch
 
-from coterie.choosing import MakesLearner, TellsGradients, chooser_for
-from coterie.choosing.adaptive.schedule import Schedule
+from coterie.choosing import TellsGradients, chooser_for
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
 from coterie.engines.remote.engine import Remote
@@ -27,8 +25,9 @@ from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
-from coterie.tables.fit import Followed, fit, step_size
+from coterie.tables.fit import fit, step_size
 from coterie.tables.models import save_model
+from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.train import train
 
 RUN = "run"
@@ -49,8 +48,6 @@ REMEDY = (
     f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other"
     " [caps] or [sums]"
 )
-POINTS_A_STEP = 5
-"""At how many points a rule that finds its weights asks sites in one step, at most."""
 
 
 def lead(folder: Path, sites: Sites) -> None:
@@ -117,20 +114,7 @@ def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
 def planned_gradients(settings: LeadSettings) -> int:
     """Return how many gradients a run may ask of each site, those that its knobs are chosen by among them."""
     training, rule = settings.training, rule_of(settings)
-    if isinstance(rule, Method):
-        asked = gradients_asked(
-            rule, settings.me, settings.sites, rounds=training.steps, seed=training.seed
-        )
-        return max(1, *asked.values())  # a method of user 0 alone asks nobody
-    exchanges, points = math.ceil(training.steps / training.exchange_every), 1
-    if isinstance(rule, MakesLearner):
-        exchanges, points = (
-            Schedule.of(training.steps).exchanges(training.exchange_every),
-            POINTS_A_STEP,
-        )
-    chooser = chooser_for(rule)
-    before = chooser.gradients_before(training.steps) if isinstance(chooser, TellsGradients) else 0
-    return before + exchanges * training.local_steps * points
+    return algorithm_of(rule).gradients_asked(settings.me, settings.sites, training)
 
 
 def check_plan(settings: LeadSettings, sites: Sites) -> None:
@@ -196,8 +180,9 @@ def rule_of(settings: LeadSettings) -> Followed:
     )
     facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Followed = build(training.rule, chosen, facts)
-    if isinstance(rule, Method):
-        _check_method(rule, settings)
+    algorithm = algorithm_of(rule)
+    if algorithm.counts == "rounds":
+        _check_method(algorithm.followed, settings)
         return rule
     chooser = chooser_for(rule)
     if chooser is not None and not isinstance(chooser, TellsGradients):
@@ -206,10 +191,7 @@ def rule_of(settings: LeadSettings) -> Followed:
             " the first step, by which sites know whether they give them; let it have"
             " `gradients_before`"
         )
-    by_rows = (
-        isinstance(rule, MakesLearner) or chooser is not None or getattr(rule, "needs_rows", False)
-    )
-    if training.secure_sums is True and by_rows:
+    if training.secure_sums is True and algorithm.needs_rows:
         why = ' to choose a knob that is "auto"' if chooser is not None else ""
         raise KnobError(
             f"`rule` {training.rule!r} needs each site's gradient{why}, and `secure_sums` gives"

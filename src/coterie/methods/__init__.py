@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fair import AFL, QFFL
 from coterie.methods.averaging.fedavg import FedAvg
@@ -124,7 +124,7 @@ def entry_of(name: str) -> Entry[Callable[..., Any]]:
         return METHODS.entry(name)
     raise KnobError(
         f"unknown rule {name!r}; the rules are {', '.join(RULES)}, and the methods"
-        f" {', '.join(METHODS)}"
+        f" {', '.join(METHODS)}{did_you_mean(name, [*RULES, *METHODS])}"
     )
 
 
@@ -137,10 +137,9 @@ def build(name: str, knobs: Mapping[str, Any], run: RunFacts) -> Any:
     """
     entry = entry_of(name)
     made = entry.build(knobs, run)
-    if not isinstance(made, Method):
-        return made
     # Knobs of a method may depend on how many gradients user 0 computes in all its rounds.
-    return entry.build(knobs, replace(run, steps=run.steps * made.gradients_a_round))
+    rounds = getattr(made, "gradients_a_round", 1)
+    return made if rounds == 1 else entry.build(knobs, replace(run, steps=run.steps * rounds))
 
 
 RULES.register(

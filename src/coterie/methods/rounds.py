@@ -72,6 +72,7 @@ class Rounds(Learner):
     """
 
     can_restart: ClassVar[bool] = False
+    can_capture: ClassVar[bool] = False
 
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users

@@ -15,10 +15,13 @@ COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
 
 LARGEST = 16.0
-"""What no entry of a masked gradient exceeds.
+"""What no entry of a masked sum exceeds, if user 0 does not say otherwise, and the least it may say.
 
-User 0 asks for it, and peers without a norm cap clip to it.
+A gradient that is far beyond it gives no sum: were it less, user 0 would find out which are.
 """
+
+COARSEST = 2.0**12 * LARGEST
+"""The most that user 0 may say: where whole numbers are coarse, their steps tell of single sites."""
 
 ROUNDING = 1e-6
 """How much more than its share a peer may have, relatively.

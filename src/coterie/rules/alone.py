@@ -20,6 +20,8 @@ class Alone(Capturable):
         tensor([1.])
     """
 
+    in_rows = True  # many runs follow it as rows of one matrix
+
     def weights(self, names: Sequence[str]) -> dict[str, float]:
         """Ask nobody."""
         return {}

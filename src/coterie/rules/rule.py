@@ -107,6 +107,7 @@ class FormulaRule(Capturable, ABC):
         (tensor([1.5000, 0.7500]), {'step': 1, 'weight': 0.5})
     """
 
+    in_rows = True  # many runs follow it as rows of one matrix
     memory: tuple[str, ...] = ()
     """Names of the tensors in the state that have the shape of the parameters.
 

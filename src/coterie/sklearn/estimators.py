@@ -11,10 +11,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from coterie.choosing import Chooser, MakesLearner, Mixture
+from coterie.choosing import Algorithm, Chooser, Mixture
 from coterie.data.preparation import Kind
-from coterie.data.reading import few_of
-from coterie.errors import DataError
+from coterie.errors import DataError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
@@ -32,7 +31,7 @@ class GroupEstimator(BaseEstimator):
         group: Column | None = None,
         *,
         module: Module | None = None,
-        rule: Rule | Chooser | MakesLearner | None = None,
+        rule: Rule | Chooser | Algorithm | None = None,
         me: Any = None,
         categorical: Sequence[Column] | None = None,
         steps: int | None = None,

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from coterie.data import TableTask, from_table
 from coterie.data.checking import (
@@ -24,10 +25,10 @@ from coterie.data.checking import (
     warn_of_suspicious,
 )
 from coterie.data.columns import with_numbers
-from coterie.data.preparation import Kind, Preparation, classes_of
-from coterie.data.reading import read_rows, users_in
+from coterie.data.preparation import Preparation, classes_of
+from coterie.data.reading import FileForm, rank_file, read_rows, users_in
 from coterie.data.statistics import Statistics
-from coterie.data.table import SHARE, split_at_most, user_of
+from coterie.data.table import OneUserSettings, TableSettings, split_at_most, user_of
 from coterie.engines.processes.engine import serve
 from coterie.engines.processes.processes import Processes
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
@@ -42,31 +43,20 @@ _OFFER: dict[str, Any] = {"name": str, "rows": int, "targets": list | None}
 
 
 def lead(
-    others: Processes,
-    data: str,
-    *,
-    user_column: str,
-    target: str,
-    me: str,
-    model: str,
-    kind: str,
-    leave_out: Sequence[str] = (),
-    sep: str = ",",
-    decimal: str = ".",
-    **settings: Any,
+    others: Processes, settings: Mapping[str, Any], *, model: str
 ) -> tuple[TableTask, dict[str, int]]:
     """Read user 0's rows, agree with the peers, and return user 0's task and each peer's rows.
 
     A peer whose rows cannot be used is left out with a warning.
 
-    In the name of the file `{rank}` becomes 0. The settings are passed on to
-    `coterie.data.from_table`.
+    The settings are those of `coterie.data.from_table`; in the name of the file `{rank}` becomes 0.
     """
-    path = data.format(rank=0)
-    if path == data:
-        check_users(
-            users_in(path, user_column, sep=sep, decimal=decimal), user_column, me, leave_out
-        )
+    table = OneUserSettings(**settings)
+    target, me, kind = table.target, str(table.me), table.kind
+    path = rank_file(table.data, 0)
+    if path == str(table.data):
+        there = users_in(path, table.user_column, table)
+        check_users(there, table.user_column, me, list(map(str, table.leave_out)))
     others.say("table", {"target": target, "kind": kind})
     refused: dict[int, str] = {}
     offers = {
@@ -77,15 +67,9 @@ def lead(
     if any(offer["targets"] is None for offer in offers.values()) and kind == "auto":
         kind = "regression"
     elsewhere = [value for offer in offers.values() for value in offer["targets"] or ()]
-    rows = read_rows(path, user_column, me, sep=sep, decimal=decimal)
-    settings |= {
-        "user_column": user_column,
-        "target": target,
-        "me": me,
-        "kind": kind,
-        "elsewhere": elsewhere,
-    }
-    task = from_table(rows, **settings)
+    rows = read_rows(path, table.user_column, me, table)
+    own: dict[str, Any] = {"data": rows, "kind": kind, "elsewhere": elsewhere}
+    task = from_table(**{**settings, **own, **FileForm().form, "leave_out": ()})
     others.say("agreed", {"preparation": task.preparation.to_plain(), "model": model})
     peers = {
         rank: offer for rank, offer in offers.items() if _takes_part(others, "ready", rank, refused)
@@ -169,34 +153,21 @@ def _or_refused(others: Processes, subject: str) -> Iterator[dict[str, Any]]:
 
 
 def meet(
-    others: Processes,
-    data: str,
-    *,
-    target: str,
-    kind: Kind | Literal["auto"],
-    own_examples: int | None,
-    validation: float,
-    test: float,
-    seed: int,
-    leave_out: Sequence[str] = (),
-    sep: str = ",",
-    decimal: str = ".",
-    **columns: Any,
+    others: Processes, settings: Mapping[str, Any], *, seed: int
 ) -> tuple[TableTask, dict[str, int], str]:
     """Read the rows of one of those who all train, and agree with the others.
 
     Return its task, the others' numbers of training rows, and its folder's name. In the name of
-    the file `{rank}` becomes this process's rank. The other settings are those of
+    the file `{rank}` becomes this process's rank. The settings are those of
     `coterie.data.users_from_table`.
     """
-    shares, columns = (
-        (SHARE("validation", validation), SHARE("test", test)),
-        columns | {"target": target},
-    )
-    form = {"sep": sep, "decimal": decimal}
-    name, rows = part_of(others, data, columns["user_column"], None, leave_out, **form)
+    asked = TableSettings(**{name: v for name, v in settings.items() if name != "me"})
+    target, kind, columns = asked.target, asked.kind, asked.columns
+    whose = asked.user_column, None, asked.leave_out
+    name, rows = part_of(others, asked.data, *whose, form=asked)
     check_target(rows, name, target)
-    rows = with_numbers(rows, [*roles_in(rows, **columns).features, target])
+    used = *roles_in(rows, **columns).features, target
+    rows = with_numbers(rows, [column for column in used if column in rows])
     mine = {"name": name, "targets": distinct_targets(rows[target], kind)}
     heard = others.exchange("targets", mine, name=str, targets=list | None)
     targets = [note["targets"] for note in heard.values()]
@@ -208,7 +179,9 @@ def meet(
         **columns,
     )
     how: dict[str, Any] = {"seed": seed, "name": name, "weights": table.roles.weights}
-    parts = split_at_most(table.rows[name], target, table.kind, shares, own_examples, **how)
+    parts = split_at_most(
+        table.rows[name], target, table.kind, asked.shares, asked.own_examples, **how
+    )
     own = Statistics.of(
         parts[0][list(table.roles.features)], parts[0][target], table.kind, table.roles.categorical
     )
@@ -216,9 +189,7 @@ def meet(
     told = others.exchange("statistics", counted, examples=int, statistics=dict)
     everybodys = [note["statistics"] for _, note in sorted((told | {others.rank: counted}).items())]
     classes = classes_of(table.targets) if table.kind == "classification" else ()
-    preparation = replace(
-        _added_up(everybodys).preparation(classes), ids=table.roles.ids, weights=table.roles.weights
-    )
+    preparation = replace(_added_up(everybodys).preparation(classes), **table.roles.carried)
     warn_of_suspicious(table.rows[name], parts[0], target, preparation)
     task = TableTask(
         user_of(name, parts, target, preparation),
@@ -280,26 +251,27 @@ def here(device: str) -> str:
 
 def part_of(
     others: Processes,
-    data: str,
+    data: Path | str,
     user_column: str,
     me: str | None,
-    leave_out: Sequence[str],
-    **form: Any,
+    leave_out: Sequence[object],
+    *,
+    form: FileForm,
 ) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this process's are, and the rows.
 
     With `{rank}` in the name of the file, every rank has a file of its own, of one user. Otherwise
     the users of the table are the ranks, in the table's order, user 0 before the others where one
-    is named. `form` is `sep` and `decimal` of `read_table`.
+    is named.
     """
-    path = data.format(rank=others.rank)
-    names = [name for name in users_in(path, user_column, **form) if name not in leave_out]
-    if path != data:
+    path, left_out = rank_file(data, others.rank), list(map(str, leave_out))
+    names = [name for name in users_in(path, user_column, form) if name not in left_out]
+    if path != str(data):
         if len(names) != 1:
             raise DataError(
                 f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}"
             )
-        return names[0], read_rows(path, user_column, names[0], **form)
+        return names[0], read_rows(path, user_column, names[0], form)
     peers = [name for name in names if name != me]
     in_order = peers if me is None else [me, *peers]
     if len(in_order) != others.size:
@@ -310,4 +282,4 @@ def part_of(
             f" processes for them; start {len(in_order)} in all, or leave users out"
         )
     name = in_order[others.rank]
-    return name, read_rows(path, user_column, name, **form)
+    return name, read_rows(path, user_column, name, form)

@@ -4,31 +4,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from coterie.arguments import SEED
-from coterie.choosing import Chooser, MakesLearner
 from coterie.choosing.measuring import before_training
 from coterie.data import TableTask, from_table
 from coterie.errors import FileError, KnobError
 from coterie.evaluation.metrics import less_is_better
 from coterie.learners.spec import RunSpec
 from coterie.methods import rounds
-from coterie.methods.rounds import Method
 from coterie.recording.claim import claimed
 from coterie.recording.result import Comparison, Difference
 from coterie.reporting.page import Section
 from coterie.reporting.verdict import asks_nobody, difference, serves_alone, verdict
-from coterie.rules import Rule
 from coterie.tables import models
 from coterie.tables.calibration import save_calibration
 from coterie.tables.everyone import is_everyone
 from coterie.tables.models import save_model
 from coterie.tables.report import left_out_section, metrics_of, write_report
 from coterie.theory.estimates import Estimates
+from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 from coterie.users.sampling import one_thread
@@ -141,9 +139,6 @@ def over_splits(splits: Sequence[Split], test: int, rest: int) -> Comparison:
     return Comparison(on=on, examples=len(splits), measures=measures, splits=len(splits))
 
 
-Followed: TypeAlias = Rule | Chooser | MakesLearner | Method
-"""What makes a direction of gradients, or takes rounds of its own."""
-
 LR = 0.01
 """Adam's step size on tables, where none is given."""
 
@@ -159,7 +154,7 @@ def step_size(rule: Followed, lr: float | None) -> float:
     """
     if lr is not None:
         return lr
-    return rounds.LR if isinstance(rule, Method) else LR
+    return rounds.LR if algorithm_of(rule).counts == "rounds" else LR
 
 
 def fit(

@@ -9,29 +9,24 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import Check, optional
-from coterie.choosing import AdaptiveAveraging, Chooser, MakesLearner, Mixture
+from coterie.choosing import AdaptiveAveraging, Mixture
 from coterie.choosing.mixture import why_not_linear
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.sampler import check_alike
-from coterie.errors import DataError, KnobError, ModelError, blaming
+from coterie.errors import DataError, ModelError, blaming
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
-from coterie.gradients.norm_bound import FACTOR
 from coterie.learners.spec import RunSpec
-from coterie.methods.averaging.fine_tuning import FineTuning
-from coterie.methods.averaging.sampled import Sampled
-from coterie.methods.rounds import LR, Method
-from coterie.rules import Alone, Rule
+from coterie.training.algorithm import algorithm_of
 from coterie.training.hooks import as_hook
 from coterie.users.examples import Examples, InMemory, plain_targets
 from coterie.users.user import Loss, User
 
 
 def _rule(value: Any) -> Any:
-    """Return what can be followed; a class has all methods of its instances, and is none."""
-    if isinstance(value, type) or not isinstance(value, Rule | Chooser | Method | MakesLearner):
-        raise TypeError
+    """Return what can be followed."""
+    algorithm_of(value)
     return value
 
 
@@ -45,39 +40,10 @@ RULE = optional(
 
 
 def with_rule(spec: RunSpec) -> RunSpec:
-    """Return the run with the rule that None stands for.
-
-    A method's run with plain SGD for its step size.
-    """
+    """Return the run with the rule that None stands for, and the settings that the rule needs."""
     RULE("rule", spec.rule)
-    _check_exchanges(spec)
     spec = replace(spec, rule=default_rule(spec)) if spec.rule is None else spec
-    adaptive = isinstance(spec.rule, AdaptiveAveraging) and spec.rule.instead(spec) is None
-    if adaptive and spec.norm_bound not in (None, FACTOR):
-        raise KnobError(
-            "`norm_bound` as a number is for rules such as `WeightedAveraging`: `AdaptiveAveraging`"
-            " leaves out gradients more than 10 times as long as is usual; leave it out, or give"
-            " None to leave out nothing"
-        )
-    if not isinstance(spec.rule, Method):
-        fitted = isinstance(spec.rule, Mixture) and spec.rule.instead(spec) is None
-        return replace(spec, steps=1) if fitted else spec  # all is done in one
-    if spec.clip_norm is not None:
-        raise KnobError("a method takes plain gradient steps of its own: leave `clip_norm` out")
-    if spec.norm_bound not in (None, FACTOR):
-        raise KnobError(
-            "`norm_bound` is for gradients that a rule makes a direction of: leave it out; `FedAvg`"
-            " takes a robust `aggregator`"
-        )
-    if spec.optimizer not in (None, torch.optim.SGD):
-        raise KnobError(
-            "a method takes plain gradient steps of its own: leave `optimizer` out, and give `lr`"
-        )
-    method = spec.rule.method if isinstance(spec.rule, Sampled) else spec.rule
-    if isinstance(method, FineTuning) and method.rounds >= spec.steps:
-        never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
-        raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
-    return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
+    return algorithm_of(spec.rule).completed(spec)
 
 
 _OF_STEPS = (
@@ -104,29 +70,6 @@ def default_rule(spec: RunSpec) -> AdaptiveAveraging | Mixture:
     plain = all(getattr(spec, name) == default for name, default in _UNSET.items())
     here = spec.engine is InProcess and bool(spec.peers)
     return Mixture() if plain and here and why_not_linear(spec) is None else AdaptiveAveraging()
-
-
-def _check_exchanges(spec: RunSpec) -> None:
-    """Refuse fewer exchanges where what is followed has a say in when users exchange what."""
-    if max(spec.exchange_every, spec.local_steps) == 1:
-        return
-    if isinstance(spec.rule, Method):
-        raise KnobError(
-            "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give"
-            " its own knobs"
-        )
-    if spec.local_steps > 1 and (spec.rule is None or isinstance(spec.rule, MakesLearner)):
-        raise KnobError(
-            "adaptive averaging judges its peers by gradients, not by local steps: leave"
-            " `local_steps` out for `exchange_every`, or give a rule with its weights set, such as"
-            " `WeightedAveraging`"
-        )
-    if spec.exchange_every > 1 and isinstance(
-        spec.rule, Alone
-    ):  # which may be one of many rules that are compared
-        warnings.warn(
-            "`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=7
-        )
 
 
 def check(spec: RunSpec) -> None:

@@ -1,9 +1,8 @@
 """Before the first step: a rule is chosen, and the theory's constants are measured."""
 
 from dataclasses import replace
-from typing import TypeAlias, cast
 
-from coterie.choosing import Choice, MakesLearner, chooser_for
+from coterie.choosing import Algorithm, Choice
 from coterie.choosing.measuring import before_training
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.capabilities import require
@@ -11,34 +10,22 @@ from coterie.engines.engine import Engine
 from coterie.errors import DataError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
-from coterie.methods.rounds import Method
 from coterie.recording.configuration import Configuration
-from coterie.rules import Alone, Rule
-
-Followed: TypeAlias = Rule | Method | MakesLearner
-"""What a learner follows, once everything is chosen that is chosen before the first step."""
+from coterie.training.algorithm import algorithm_of
 
 MAX_GRADIENT_BYTES = 2**30
 """How many bytes of peers' gradients may be held to measure constants that no knob waits for."""
 
 
 def choose(
-    spec: RunSpec, engine: Engine, configuration: Configuration, *, progress: bool | None
-) -> tuple[Followed, Configuration]:
-    """Return the rule to follow, chosen now or before, and the configuration with the account of the choice."""
-    if isinstance(spec.rule, MakesLearner):
-        other = spec.rule.instead(spec)
-        return (
-            (spec.rule, configuration)
-            if other is None
-            else (other.rule, with_choice(configuration, other))
-        )
-    chooser = chooser_for(spec.rule)
-    if chooser is None:
-        return cast("Rule | Method", spec.rule), configuration
-    if not configuration.choice:
-        configuration = with_choice(configuration, chooser.choose(spec, engine, progress))
-    return chooser.rule_from(configuration.choice), configuration
+    spec: RunSpec, engine: Engine, configuration: Configuration
+) -> tuple[Algorithm, Configuration]:
+    """Return what to follow, chosen now or before, and the configuration with the account of the choice."""
+    algorithm = algorithm_of(spec.rule)
+    choice = algorithm.choose(spec, engine, configuration.choice, spec.progress)
+    if choice is None:
+        return algorithm, configuration
+    return algorithm_of(choice.rule), with_choice(configuration, choice)
 
 
 def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
@@ -51,7 +38,7 @@ def with_estimates(
     configuration: Configuration,
     spec: RunSpec,
     engine: Engine,
-    rule: Followed,
+    algorithm: Algorithm,
     *,
     anywhere: bool = False,
     known: dict[str, OnParts] | None = None,
@@ -63,7 +50,7 @@ def with_estimates(
     """
     if configuration.estimates or configuration.not_measured:
         return configuration
-    if isinstance(rule, Alone | Method):
+    if not algorithm.averages:
         why = "they are for a rule that averages gradients of peers" if anywhere else ""
         return replace(configuration, not_measured=why)
     if not (engine.capabilities.local or anywhere):
@@ -72,7 +59,7 @@ def with_estimates(
         require(engine, "rows", "`measure`")
     parameters = Parameters(spec.model)
     held = len(engine.names) * parameters.size * parameters.dtype.itemsize
-    if held > MAX_GRADIENT_BYTES and not getattr(rule, "needs_rows", False):
+    if held > MAX_GRADIENT_BYTES and not algorithm.needs_rows:
         why = f"every peer's gradient at once would take {held / 2**30:.1f} GiB"
         return replace(configuration, not_measured=why)
     try:

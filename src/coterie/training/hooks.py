@@ -12,7 +12,7 @@ from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration, describe
 from coterie.recording.progress import progress_bar
 from coterie.recording.result import Point
-from coterie.training.choose import Followed
+from coterie.training.algorithm import Followed
 from coterie.training.run import Run, Step
 
 

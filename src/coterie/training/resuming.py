@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coterie.choosing import MakesLearner
 from coterie.errors import CheckpointError, KnobError
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
@@ -14,6 +13,7 @@ from coterie.recording.checkpoint import RunFolder
 from coterie.recording.configuration import Configuration
 from coterie.recording.costs import Cost, Traffic, total
 from coterie.recording.record import Record
+from coterie.training.algorithm import algorithm_of
 from coterie.training.guard import Guard
 
 MAY_DIFFER = frozenset({"steps", "evaluate_every", "estimates", "not_measured", "capture"})
@@ -119,7 +119,7 @@ class ResumableRun:
     def _take_up(self, state: dict[str, Any], configuration: Configuration, path: Path) -> None:
         before = Configuration.from_plain(state["configuration"])
         # which it plans by
-        divided = {"steps"} if isinstance(self.spec.rule, MakesLearner) else set()
+        divided = {"steps"} if algorithm_of(self.spec.rule).plans_by_steps else set()
         for key, (then, now) in configuration.differences(before, MAY_DIFFER - divided).items():
             raise CheckpointError(
                 f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r};"

@@ -10,25 +10,18 @@ from functools import partial
 from typing import cast
 
 from coterie.arguments import shown
-from coterie.choosing import Chooser, MakesLearner
-from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
+from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
 from coterie.errors import KnobError
 from coterie.gradients.parameters import copied, frozen_digest
+from coterie.learners.captured import Captured, warn_not_captured
 from coterie.learners.learner import Learner, RuleLearner
 from coterie.learners.spec import RunSpec
-from coterie.methods.clients import Clients
-from coterie.methods.elsewhere import ClientsElsewhere
-from coterie.methods.rehearsal import gradients_asked
-from coterie.methods.rounds import Method, Rounds
-from coterie.methods.variance.own_variance import OwnVariance
 from coterie.recording.configuration import Configuration, StepSettings, UserSummary, describe
 from coterie.recording.costs import Costs
-from coterie.rules import Alone, Rule
-from coterie.training.captured import Captured, block_of, warn_not_captured
-from coterie.training.choose import Followed
+from coterie.rules import Alone
+from coterie.training.algorithm import algorithm_of
 from coterie.training.guard import Guard
 from coterie.users.examples import Examples
 from coterie.users.user import User
@@ -55,34 +48,15 @@ def opened(spec: RunSpec, stack: ExitStack) -> Engine:
                 f"`engine` must make an engine, got {shown(engine)}; see `coterie.Engine`"
             )
         stack.callback(engine.close)
-    check_rule(spec.rule, engine, spec.me.name)
-    if spec.local_steps > 1 and not isinstance(spec.rule, Alone):
-        require(engine, "local_work", "`local_steps`")
+    algorithm_of(spec.rule).check(spec, engine)
     return engine
-
-
-def check_rule(rule: Rule | Chooser | Method | MakesLearner, engine: Engine, me: str) -> None:
-    """Refuse a rule that needs what this engine cannot give; a chooser says so when it chooses."""
-    whose = f"`{type(rule).__name__}`"
-    if isinstance(rule, Method):
-        if engine.capabilities.local_work and not engine.capabilities.own_points:
-            # one that needs more than peers elsewhere give is refused
-            gradients_asked(rule, me, engine.names)
-        else:
-            require(engine, "own_points", whose)
-    elif isinstance(rule, MakesLearner):
-        rule.check(engine)
-    elif not isinstance(rule, Chooser):
-        rule.weights(engine.names)  # an unknown name in `tau`
-        if rule.needs_rows:
-            require(engine, "rows", whose)
 
 
 def configuration_of(
     spec: RunSpec, engine: Engine, *, guard: str = "off", data: str = "", frozen: str = ""
 ) -> Configuration:
     """Return what the record and a resumed run should know of what was asked for."""
-    me, groups = spec.me, spec.made_optimizer.param_groups
+    me, groups, algorithm = spec.me, spec.made_optimizer.param_groups, algorithm_of(spec.rule)
     rates = list(dict.fromkeys(float(group["lr"]) for group in groups))
     clipped = "" if spec.clip_norm is None else f", clip_norm={spec.clip_norm:g}"
     held_out = {part: len(getattr(me, part) or ()) for part in ("validation", "test")}
@@ -91,7 +65,7 @@ def configuration_of(
     steps["lr"] = rates[0] if len(rates) == 1 else None
     return Configuration(
         rule=describe(spec.rule),
-        alone=isinstance(spec.rule, Alone | OwnVariance),
+        alone=algorithm.alone,
         optimizer=(
             f"{type(spec.made_optimizer).__name__}(lr={'/'.join(f'{rate:g}' for rate in rates)}{clipped})"
         ),
@@ -104,7 +78,7 @@ def configuration_of(
         me=UserSummary(name=me.name, examples=_count(me), **held_out),
         peers={peer.name: _count(peer) for peer in spec.peers},
         **steps,
-        counts="rounds" if isinstance(spec.rule, Method) else "steps",
+        counts=algorithm.counts,
         evaluate_every=spec.every,
         norm_bound=spec.norm_bound,
         guard=guard,
@@ -132,62 +106,32 @@ def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]
     )
 
 
-def learner_of(
-    spec: RunSpec,
-    rule: Followed,
-    engine: Engine,
-    costs: Costs,
-    *,
-    guarded: bool,
-    forward_options: ForwardOptions,
-) -> Learner:
-    """Return the learner of a run.
-
-    Of a rule, of a method, which takes rounds, or one of its own kind.
-    """
-    if isinstance(rule, Method):
-        return Rounds(spec, rule, _clients(spec, engine, costs))
-    if isinstance(rule, MakesLearner):
-        return rule.learner(spec, engine, costs, guarded=guarded, forward_options=forward_options)
-    return RuleLearner(spec, rule, engine, costs)
-
-
-def _clients(spec: RunSpec, engine: Engine, costs: Costs) -> Clients:
-    """Return the users of a method, wherever they are."""
-    if engine.capabilities.own_points:
-        return Clients(engine, spec.me, spec.peers, costs)
-    return ClientsElsewhere(engine, spec.me, costs, own=replace(spec, peers=()).in_process())
-
-
 def guard_mode(spec: RunSpec) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if spec.me.validation is None else len(spec.me.validation)
-    if spec.guard == "off" or isinstance(spec.rule, Alone | OwnVariance):
+    algorithm = algorithm_of(spec.rule)
+    if spec.guard == "off" or algorithm.alone:
         return False, "off"
     if not n and spec.guard == "held-out":
         raise KnobError(
             f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples"
         )
     if not n:
-        return False, "off: no validation examples" + _crossed(spec)
+        crossed = algorithm.guards_itself and algorithm.fallback(spec) is None
+        instead = ", own examples held out in turn instead" if crossed else ""
+        return False, f"off: no validation examples{instead}"
     return True, f"held-out: {n} validation examples"
 
 
-def _crossed(spec: RunSpec) -> str:
-    """Say what takes a guard's place without validation examples, where anything does."""
-    crossed = isinstance(spec.rule, MakesLearner) and spec.rule.instead(spec) is None
-    return ", own examples held out in turn instead" if crossed else ""
-
-
-def guard_of(spec: RunSpec, costs: Costs, forward_options: ForwardOptions) -> Guard:
+def guard_of(spec: RunSpec, costs: Costs) -> Guard:
     """Return a guard whose shadow starts where the model does, with an optimizer and batches like its own.
 
     Beside a method it takes a plain step for each gradient that user 0 computes in a round.
     """
     model, optimizer = copied((spec.model, spec.made_optimizer), spec.model)
-    own_steps = spec.rule.gradients_a_round if isinstance(spec.rule, Method) else spec.local_steps
+    own_steps = spec.local_steps * algorithm_of(spec.rule).gradients_a_round
     alone = replace(spec, model=model, optimizer=optimizer, peers=(), local_steps=own_steps)
-    engine = alone.in_process(forward_options=forward_options)
+    engine = alone.in_process(forward_options=spec.forward_options)
     shadow = RuleLearner(alone, Alone(), engine, costs)
     return Guard(
         shadow,
@@ -206,11 +150,9 @@ def captured(
         return None, "off"
     blocks = []
     for each in [learner] if guard is None else [learner, guard.shadow]:
-        block = block_of(each)
+        block = each.block()
         if isinstance(block, str):
-            if capture or not isinstance(
-                learner, Rounds
-            ):  # nobody asked to capture what never is: methods
+            if capture or learner.can_capture:  # else nobody asked for what never is
                 warn_not_captured(block)
             return None, f"off: {block}"
         blocks.append(block)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.arguments import takes_fields_of
-from coterie.choosing import MakesLearner
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.cpu_threads import cpu_threads, threads_for
 from coterie.learners.spec import RunSpec
@@ -102,19 +101,16 @@ def set_up(
     claim = None if folder is None else held.enter_context(claimed(folder))
     configuration = with_earlier_choice(configuration, folder, spec.resume)
 
-    rule, configuration = choose(spec, engine, configuration, progress=spec.progress)
+    algorithm, configuration = choose(spec, engine, configuration)
     if spec.measure is not False:
         everywhere = spec.measure is True
         configuration = with_estimates(
-            configuration, spec, engine, rule, anywhere=everywhere, known=known
+            configuration, spec, engine, algorithm, anywhere=everywhere, known=known
         )
 
     costs = setup.costs_of(spec, engine.names, configuration.peers)
-    by_itself = guarded and not isinstance(rule, MakesLearner)  # whose learner guards itself
-    watch = setup.guard_of(spec, costs, spec.forward_options) if by_itself else None
-    learner = setup.learner_of(
-        spec, rule, engine, costs, guarded=guarded, forward_options=spec.forward_options
-    )
+    watch = setup.guard_of(spec, costs) if guarded and not algorithm.guards_itself else None
+    learner = algorithm.learner(spec, engine, costs, guarded=guarded)
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
     loop = TrainingLoop(

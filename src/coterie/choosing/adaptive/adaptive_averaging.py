@@ -4,7 +4,7 @@ Whom to listen to, and until when, found from user 0's own examples while it tra
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,19 +13,16 @@ from torch import Tensor
 from coterie.arguments import optional, real
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
-from coterie.choosing.adaptive.repeated_steps import RepeatedSteps
-from coterie.choosing.adaptive.schedule import LOOKS
-from coterie.choosing.chooser import Choice
-from coterie.engines.asking import OwnUser, StackedGradients, asking
+from coterie.choosing.adaptive.schedule import LOOKS, Schedule
+from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
+from coterie.engines.asking import OwnUser, asking
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
-from coterie.engines.in_process.forward_options import ForwardOptions
-from coterie.errors import ModelError
+from coterie.errors import KnobError, ModelError
+from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
-from coterie.learners.blocks import Block, StackBlock
-from coterie.learners.capturable import why_not_capturable
-from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
+from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs
 from coterie.rules import Alone
 from coterie.rules.knobs import weights_over
@@ -50,6 +47,8 @@ class Plan:
 
 PLANS = (Plan(3, nested=True), Plan(3, nested=False), Plan(2, nested=False))
 """From thorough to cheap: 4.5, 3.5 and 3 runs."""
+POINTS_A_STEP = 5
+"""At how many points peers are asked in one step, at most."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class AdaptiveAveraging:
+class AdaptiveAveraging(Algorithm):
     """Find out while training whom to listen to and until when: no knob has to be set.
 
     In the first half of the steps models follow the peers only. User 0's examples judge them there:
@@ -106,6 +105,8 @@ class AdaptiveAveraging:
     """
 
     budget: float | None = None
+
+    guards_itself = plans_by_steps = True
 
     def __post_init__(self) -> None:
         least = PLANS[-1].cost
@@ -150,7 +151,7 @@ class AdaptiveAveraging:
         weights = weights_over(None, engine.names)
         own, whole = (_seconds(engine, x, asked) for asked in ({}, weights))
         averaging = spec.steps * whole
-        if self.instead(spec) is not None:
+        if self.fallback(spec) is not None:
             # `StreamAveraging` asks everybody once a step, `Alone` nobody
             runs = float(spec.me.is_stream)
             return Expected(runs, 1.0, averaging if runs else spec.steps * own, averaging)
@@ -163,13 +164,24 @@ class AdaptiveAveraging:
         seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + looks * own
         return Expected(runs, own_runs, seconds, averaging)
 
-    def check(self, engine: Engine) -> None:
+    def completed(self, spec: RunSpec) -> RunSpec:
+        """Refuse a number for `norm_bound`, which has no effect here, and local steps."""
+        check_local_steps(spec)
+        if self.fallback(spec) is None and spec.norm_bound not in (None, FACTOR):
+            raise KnobError(
+                "`norm_bound` as a number is for rules such as `WeightedAveraging`:"
+                " `AdaptiveAveraging` leaves out gradients more than 10 times as long as is usual;"
+                " leave it out, or give None to leave out nothing"
+            )
+        return spec
+
+    def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine that has no peers, or cannot give what this needs."""
         weights_over(None, engine.names)
         if engine.capabilities.sketch is None:  # it is by sketches that peers are weighed elsewhere
             require(engine, "rows", "`AdaptiveAveraging`")
 
-    def instead(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> Choice | None:
         """Return another rule where user 0's examples cannot be split into folds, else None."""
         if spec.me.is_stream:
             account = {
@@ -191,13 +203,12 @@ class AdaptiveAveraging:
         costs: Costs,
         *,
         guarded: bool,
-        forward_options: ForwardOptions,
     ) -> AdaptiveLearner:
         """Return the learner of a run that is prepared."""
         folds, parts = self.parts(spec)
         try:
             me = OwnUser(
-                spec.model, spec.loss, spec.me, spec.batch_size, spec.seed, forward_options
+                spec.model, spec.loss, spec.me, spec.batch_size, spec.seed, spec.forward_options
             )
             points = asking(engine, me, parts)
         except ModelError as error:  # with all examples it was tried before
@@ -218,23 +229,13 @@ class AdaptiveAveraging:
         blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
         return folds, torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
 
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        """Return how many gradients a run asks of each peer elsewhere, at most."""
+        return Schedule.of(settings.steps).exchanges(settings.exchange_every) * POINTS_A_STEP
+
     def _n_folds(self, spec: RunSpec) -> int:
         """Return into how many folds user 0's examples are split, each of two or more where there are enough."""
         return max(2, min(self.plan.folds, len(spec.me) // 2))
-
-    def block(self, learner: Learner) -> Block | str:
-        """Return the steps of such a learner as a block, or why they cannot be taken so."""
-        if not isinstance(learner, AdaptiveLearner):
-            raise TypeError(
-                f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}"
-            )
-        if learner.exchange_every > 1:
-            return "not all steps are alike with `exchange_every`"
-        if not isinstance(learner.points, StackedGradients):
-            return "gradients at several points are computed one after the other"
-        return why_not_capturable(learner.optimizer) or StackBlock(
-            RepeatedSteps(learner, learner.points)
-        )
 
 
 def _seconds(engine: Engine, x: Tensor, weights: Mapping[str, float]) -> float:

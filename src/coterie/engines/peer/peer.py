@@ -30,7 +30,6 @@ from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import PROMISE, Privacy
-from coterie.privacy.sums import LARGEST
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
@@ -222,14 +221,6 @@ class Peer:
         """Whether something is promised about each example."""
         return self._private is not None
 
-    @property
-    def norm_under_masks(self) -> float | None:
-        """The norm that its part of a masked sum is clipped to.
-
-        None where it is private, and examples are.
-        """
-        return None if self._private is not None else self.caps.norm or LARGEST
-
     def noise_terms(self, batch_size: Any) -> dict[str, Any]:
         """Return what noise a masked sum must have for such batches.
 
@@ -260,8 +251,8 @@ class Peer:
         is a part of one and its sites split the noise.
 
         Where it is `masked`, nothing but the sum may tell of the examples. So what is refused
-        follows from the request and the counts, a gradient that fails or is not finite is zero, and
-        no time is told. The log has it.
+        follows from the request and the counts, a gradient is not clipped, one that fails is not a
+        number, which spoils the sum, and no time is told. The log has it.
         """
         began = time.perf_counter()
         if reason := self._misfit(request) or self._exceeded_cap(request):
@@ -275,15 +266,13 @@ class Peer:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             if not masked:
                 raise
-            gradients, examples = torch.zeros_like(request.points), 0
+            gradients, examples = torch.full_like(request.points, math.nan), 0
         given, norm = request.gradients, None
         if masked:
-            pairs = [clipped(gradient, self.norm_under_masks) for gradient in gradients]
-            norms = [norm for _, norm in pairs if math.isfinite(norm)]
-            if len(norms) < len(pairs):
-                self._note(caller, request.step, failed="not finite: given as zero, under masks")
-            norm, zero = max(norms, default=0.0), torch.zeros_like(gradients[0])
-            gradients = torch.stack([each if math.isfinite(norm) else zero for each, norm in pairs])
+            norm = max(clipped(gradient, None)[1] for gradient in gradients)
+            if not math.isfinite(norm):
+                norm = None
+                self._note(caller, request.step, failed="not finite: no sum, under masks")
         elif counts:
             # steps of its own are clipped one by one
             cap = None if request.work is not None else self.caps.norm

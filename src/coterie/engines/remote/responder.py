@@ -56,8 +56,8 @@ class Responder:
     @functools.cached_property
     def member(self) -> Member:
         """What it is in masked sums."""
-        how = self.peer.norm_under_masks, self.peer.margin
-        return Member(self.peer.identity, self.sums, *how, masked_only=self.only_sums)
+        how = {"private": self.peer.is_private, "masked_only": self.only_sums}
+        return Member(self.peer.identity, self.sums, self.peer.margin, **how)
 
     def offer(self, batch_size: Any = None) -> dict[str, Any]:
         """Return a new key for one agreement, and the noise that the sum must have for such batches."""

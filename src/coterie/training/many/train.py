@@ -18,8 +18,8 @@ from coterie.gradients.parameters import copied
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import why_not_stacked
 from coterie.recording.progress import interruptible, progress_bar
-from coterie.rules import Alone, FormulaRule
 from coterie.training import setup
+from coterie.training.algorithm import algorithm_of
 from coterie.training.checking import check, with_rule, with_usable_peers
 from coterie.training.choose import with_choice
 from coterie.training.many.loop import ManyLoop, ReadyRun
@@ -132,7 +132,7 @@ def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
             engines[key] = spec.in_process(like=first)
             if alike:
                 first_engines.setdefault((program, _form(spec.me), spec.batch_size), engines[key])
-        setup.check_rule(spec.rule, engines[key], spec.me.name)
+        algorithm_of(spec.rule).check(spec, engines[key])
         why = _why_by_itself(spec, engines[key])
         if not alike:
             why = why or "its model is not the one of the first run with other parameters"
@@ -173,7 +173,7 @@ def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
 
 
 def _not_stackable(rule: object) -> str | None:
-    if isinstance(rule, Alone | FormulaRule):
+    if algorithm_of(rule).in_rows:
         return None
     return f"`{type(rule).__name__}` is not a rule that runs can follow together"
 

@@ -1,0 +1,158 @@
+"""The one place that tells rules, choosers and federated methods apart: each becomes an `Algorithm`."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from coterie.choosing import Choice, Chooser, TellsGradients, chooser_for
+from coterie.choosing.chooser import Algorithm
+from coterie.engines.capabilities import require
+from coterie.engines.engine import Engine
+from coterie.errors import KnobError
+from coterie.gradients.norm_bound import FACTOR
+from coterie.learners.learner import Learner, RuleLearner
+from coterie.learners.spec import RunSpec
+from coterie.methods.averaging.fine_tuning import FineTuning
+from coterie.methods.averaging.sampled import Sampled
+from coterie.methods.clients import Clients
+from coterie.methods.elsewhere import ClientsElsewhere
+from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.rounds import LR, Method, Rounds
+from coterie.methods.variance.own_variance import OwnVariance
+from coterie.recording.configuration import StepSettings
+from coterie.recording.costs import Costs
+from coterie.rules import Alone, Rule
+
+Followed: TypeAlias = Rule | Chooser | Algorithm | Method
+"""What a run may follow."""
+
+
+def algorithm_of(followed: object) -> Algorithm:
+    """Return what a run follows in the form in which runs ask for it; a `TypeError` if it is none.
+
+    Example:
+        >>> from coterie.methods import FedAvg
+        >>> algorithm_of(FedAvg()).counts, algorithm_of(Alone()).alone
+        ('rounds', True)
+    """
+    if isinstance(followed, type):  # which has all methods of its instances, and is none
+        raise TypeError("an instance is needed, not a class")
+    if isinstance(followed, Algorithm):
+        return followed
+    if isinstance(followed, Method):
+        return _OfMethod(followed)
+    chooser = chooser_for(followed)
+    if chooser is not None:
+        return _OfChooser(followed, chooser)
+    if isinstance(followed, Rule):
+        return _OfRule(followed)
+    raise TypeError("a rule, a chooser or a method is needed")
+
+
+class _OfRule(Algorithm):
+    """A rule: it makes directions of gradients at the model's point."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.followed = self.rule = self._rule = rule
+        self.needs_rows, self.in_rows = rule.needs_rows, getattr(rule, "in_rows", False)
+        self.alone = type(rule) is Alone
+        self.averages = not self.alone
+
+    def completed(self, spec: RunSpec) -> RunSpec:
+        if spec.exchange_every > 1 and self.alone:  # it may be one of many rules that are compared
+            warnings.warn(
+                "`exchange_every` has no effect with `Alone`, which asks nobody", stacklevel=7
+            )
+        return spec
+
+    def check(self, spec: RunSpec, engine: Engine) -> None:
+        self._rule.weights(engine.names)  # an unknown name in `tau`
+        if self.needs_rows:
+            require(engine, "rows", f"`{type(self._rule).__name__}`")
+        _check_local_steps(spec, engine, self)
+
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
+        return RuleLearner(spec, self._rule, engine, costs)
+
+
+class _OfChooser(Algorithm):
+    """What chooses a rule before the first step."""
+
+    def __init__(self, asked: Any, chooser: Chooser) -> None:
+        self.followed, self.chooser = asked, chooser
+
+    def check(self, spec: RunSpec, engine: Engine) -> None:
+        _check_local_steps(spec, engine, self)  # all else it says when it chooses
+
+    def choose(
+        self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
+    ) -> Choice:
+        made = None if earlier else self.chooser.choose(spec, engine, progress)
+        account = earlier if made is None else made.account
+        estimates = None if made is None else made.estimates
+        return Choice(self.chooser.rule_from(account), account, estimates)
+
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        chooser, asked = self.chooser, super().gradients_asked(me, peers, settings)
+        if isinstance(chooser, TellsGradients):
+            asked += chooser.gradients_before(settings.steps)
+        return asked
+
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
+        raise TypeError(f"`{type(self.followed).__name__}` chooses a rule, which is followed")
+
+
+class _OfMethod(Algorithm):
+    """A federated method: a step is a round, in which users take plain steps of their own."""
+
+    counts = "rounds"
+    averages = False
+
+    def __init__(self, method: Method) -> None:
+        self.followed = self.method = method
+        self.needs_rows, self.alone = False, isinstance(method, OwnVariance)
+        self.gradients_a_round = method.gradients_a_round
+
+    def completed(self, spec: RunSpec) -> RunSpec:
+        of_its_own = "a method takes plain gradient steps of its own: leave `{}` out"
+        refused = {
+            "a method has rounds of its own: leave `exchange_every` and `local_steps` out, and give"
+            " its own knobs": max(spec.exchange_every, spec.local_steps) > 1,
+            of_its_own.format("clip_norm"): spec.clip_norm is not None,
+            "`norm_bound` is for gradients that a rule makes a direction of: leave it out; `FedAvg`"
+            " takes a robust `aggregator`": spec.norm_bound not in (None, FACTOR),
+            of_its_own.format("optimizer") + ", and give `lr`": spec.optimizer
+            not in (None, torch.optim.SGD),
+        }
+        for why in (why for why, holds in refused.items() if holds):
+            raise KnobError(why)
+        method = self.method.method if isinstance(self.method, Sampled) else self.method
+        if isinstance(method, FineTuning) and method.rounds >= spec.steps:
+            never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
+            raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
+        return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
+
+    def check(self, spec: RunSpec, engine: Engine) -> None:
+        if engine.capabilities.local_work and not engine.capabilities.own_points:
+            # one that needs more than peers elsewhere give is refused
+            gradients_asked(self.method, spec.me.name, engine.names)
+        else:
+            require(engine, "own_points", f"`{type(self.method).__name__}`")
+
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        asked = gradients_asked(self.method, me, peers, rounds=settings.steps, seed=settings.seed)
+        return max(1, *asked.values())  # a method of user 0 alone asks nobody
+
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
+        if engine.capabilities.own_points:
+            return Rounds(spec, self.method, Clients(engine, spec.me, spec.peers, costs))
+        own = replace(spec, peers=()).in_process()
+        return Rounds(spec, self.method, ClientsElsewhere(engine, spec.me, costs, own=own))
+
+
+def _check_local_steps(spec: RunSpec, engine: Engine, algorithm: Algorithm) -> None:
+    if spec.local_steps > 1 and not algorithm.alone:
+        require(engine, "local_work", "`local_steps`")
