@@ -122,10 +122,14 @@ def ours(
     weights = dict.fromkeys(engine.names, 1 / PEERS)
     asked = torch.full((points, PEERS), 1 / PEERS, dtype=torch.float64)
     question = Question(x.expand(points, -1), 0, asked)
-    if points > 1:
-        seconds = timed(lambda: engine.ask(question)(), steps)
-    else:
-        seconds = timed(lambda: engine.gradients(x, 0, weights), steps)
+
+    def step() -> None:
+        if points > 1:
+            engine.ask(question)()
+        else:
+            engine.gradients(x, 0, weights)
+
+    seconds = timed(step, steps)
     engine.close()
     return seconds
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from coterie.arguments import COUNT
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Caps, Peer
@@ -86,6 +87,7 @@ class TorchDistributed(Remote):
         largest: float = 16.0,
         processes: Processes | None = None,
     ) -> None:
+        COUNT("batch_size", batch_size)  # told before the peers are
         self.others = processes or Processes(Rendezvous(timeout))
         self.others.longest = _longest(model)
         how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "compress": compress}

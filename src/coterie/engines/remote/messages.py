@@ -80,7 +80,8 @@ def answer_message(
         "examples": reply.examples,
     }
     about |= {} if reply.noise is None else {"noise": reply.noise}
-    about |= {"rounding": rounding} if rounding else {}
+    # under masks it would tell of the gradient
+    about |= {"rounding": rounding} if rounding and not masked else {}
     return {"gradients": _encoded(gradients), **about}
 
 
