@@ -162,6 +162,11 @@ def meet(
     `coterie.data.users_from_table`.
     """
     asked = TableSettings(**{name: v for name, v in settings.items() if name != "me"})
+    if asked.class_weight:
+        raise KnobError(
+            "`class_weight` is for users in this process: others would weigh by other rows; leave"
+            " it out"
+        )
     target, kind, columns = asked.target, asked.kind, asked.columns
     whose = asked.user_column, None, asked.leave_out
     name, rows = part_of(others, asked.data, *whose, form=asked)
