@@ -148,7 +148,7 @@ class TorchDistributed(Remote):
         sketch = sketch_size(self.own.parameters.size, rows=False)
         if self.sums_only is None:
             return can
-        return replace(can, rows=False, sketch=sketch)
+        return replace(can, rows=False, sketch=sketch, no_e_steps="a peer gives sums only")
 
     def gradients(
         self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
