@@ -15,7 +15,15 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.responder import Responder
 from coterie.errors import DataError, KnobError, did_you_mean, few_of
-from coterie.federation.settings import FILE, Data, LeadSettings, Model, SiteSettings, site_settings
+from coterie.federation.settings import (
+    FILE,
+    MIXTURE,
+    Data,
+    LeadSettings,
+    Model,
+    SiteSettings,
+    site_settings,
+)
 from coterie.tables import models
 from coterie.users.sampling import one_thread
 from coterie.users.user import Loss, User
@@ -94,6 +102,8 @@ def lead_task(
         me=settings.me,
         own_examples=settings.data.own_examples,
         seed=settings.training.seed,
+        # the closed form judges by folds of the own rows
+        validation=0.0 if settings.training.rule == MIXTURE else None,
         preparation=preparation,
         **options,
     )
