@@ -95,6 +95,8 @@ def lead_task(
             f"{few_of(rows.columns)}{did_you_mean(settings.data.target, rows.columns)}"
         )
     column = "coterie: user"
+    if settings.training.rule == MIXTURE:  # which judges by folds of the own rows
+        options["validation"] = 0.0
     return from_table(
         rows.assign(**{column: settings.me}),
         user_column=column,
@@ -102,8 +104,6 @@ def lead_task(
         me=settings.me,
         own_examples=settings.data.own_examples,
         seed=settings.training.seed,
-        # the closed form judges by folds of the own rows
-        validation=0.0 if settings.training.rule == MIXTURE else None,
         preparation=preparation,
         **options,
     )
