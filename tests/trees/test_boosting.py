@@ -1,5 +1,7 @@
 """Boosted trees from sums of histograms, against a scalar twin and a few properties."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -49,7 +51,7 @@ def test_one_tree_is_that_of_a_scalar_loop() -> None:
     assert mine.intercepts[0, 0, 0] == pytest.approx(
         y.sum() / 41
     )  # the mean under a prior of one row
-    best, where = -np.inf, None
+    best, where = -np.inf, np.ones(40, dtype=bool)
     for c, edges in enumerate(bins.edges):
         for edge in [*edges, np.inf]:
             for missing_left in (False, True):
@@ -79,9 +81,10 @@ def everything(parts: list[tuple[Array, Array]], family: Family, how: str) -> Gr
     def ask(level: Level) -> Array:
         if how == "anew":
             sites[:] = [part(p, np.ones((len(p[0]), 2)), family, bins) for p in parts[1:]]
-        return np.sum(
+        total: Array = np.sum(
             [checked(each.answer(level), bins, parts[0][1].shape[1]) for each in sites], 0
         )
+        return total
 
     return driven(growing, ask)
 
@@ -158,7 +161,7 @@ def test_very_many_rows_are_drawn_anew_for_each_tree() -> None:
     bins = Bins.of(x)
     owners = np.zeros(300, dtype=np.int64)
     few = GROWTH._replace(most_rows=100)
-    how = {"family": SQUARED, "bins": bins, "growth": few}
+    how: dict[str, Any] = {"family": SQUARED, "bins": bins, "growth": few}
     mine = Part(bins.places(x, mine=True), y, owners, np.ones((300, 1)), **how)
     first = mine.drawn
     grown = driven(grow(mine, bins, few), lambda _: None)

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_pooled_trees_are_not_far_from_those_of_scikit_learn_with_eight_times_th
 
 def task(
     classes: int, own: int = 40, change: str = ""
-) -> tuple[coterie.User, list[coterie.User], torch.nn.Module, object]:
+) -> tuple[coterie.User, list[coterie.User], torch.nn.Module, Any]:
     """Return users whose trees are worth more than linear models, and what is trained."""
     users = []
     for k, n in enumerate((own, 100, 100)):
@@ -97,7 +98,7 @@ def task(
 @pytest.mark.parametrize("trees", [True, "only"])
 @pytest.mark.parametrize("classes", [0, 2])
 def test_the_default_takes_trees_where_they_are_right_and_saves_them_without_code(
-    tmp_path: Path, trees: bool | str, classes: int
+    tmp_path: Path, trees: Any, classes: int
 ) -> None:
     me, peers, model, loss = task(classes)
     run = coterie.train(model, loss, me, peers, coterie.Mixture(trees=trees), measure=False)
