@@ -364,13 +364,35 @@ def run(
     Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job;
     --resume goes on.
     """
+    _follow(folder, resume=resume, wait=wait)
+
+
+@federate.command(cls=Command)
+def attach(folder: Folder) -> None:
+    """Follow the job that runs already, after its terminal is gone; Ctrl-C ends it."""
+    _follow(folder, attach=True)
+
+
+@federate.command(cls=Command)
+def stop(folder: Folder) -> None:
+    """End the job that runs, so that no site gives any more; what is saved stays."""
+    from coterie.federation import supervision
+
+    ended = supervision.stop(folder)
+    typer.echo("the job is ended" if ended else "no job runs")
+    typer.echo(f"`coterie federate run {folder} --resume` goes on from what is saved")
+
+
+def _follow(folder: Path, **settings: Any) -> None:
+    """Follow a run to its end, and say where its results are."""
     from coterie.federation.settings import members_of
     from coterie.federation.supervision import follow_everyone, supervise
 
     everyone = bool(members_of(folder))
-    follow = follow_everyone if everyone else supervise
     try:
-        typer.echo(follow(folder, resume=resume, wait=wait, show_line=typer.echo))
+        typer.echo(
+            (follow_everyone if everyone else supervise)(folder, **settings, show_line=typer.echo)
+        )
     except KeyboardInterrupt:
         typer.echo(
             f"stopped; `coterie federate run {folder} --resume` goes on from what is saved",
