@@ -10,17 +10,24 @@ is one time: the step, the seconds from its start to its connection, from there 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import consortium
+_PATH = Path(__file__).parents[1] / "examples" / "consortium.py"
+_SPEC = importlib.util.spec_from_file_location("example_of_a_consortium", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+consortium: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(consortium)
 
 STEPS = 9_000
 OPTIONS = ["--rule", "wga", "--own-examples", "40", "--steps", str(STEPS), "--timeout", "5"]
@@ -42,6 +49,11 @@ def answers(kit: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def has_answered(kit: Path, more_than: int) -> bool:
+    """Say whether a site has answered more often."""
+    return answers(kit) > more_than
+
+
 def step_of(kit: Path) -> int:
     """Return the step of a site's last answer."""
     lines = (kit / "requests.jsonl").read_text(encoding="utf-8").splitlines()
@@ -54,33 +66,25 @@ def main(times: int, seed: int) -> None:
     sites = consortium.set_up(folder, consortium.hospitals(None), "va", OPTIONS)
     kits = [folder / "sites" / site for site in sites]
     commands = consortium.commands(folder, sites)
-    with (
-        consortium.started(*commands) as (_, *processes),
-        consortium.started([*consortium.COTERIE, "run", str(folder)]),
-    ):
+    with contextlib.ExitStack() as life:
+        _, *processes = life.enter_context(consortium.started(*commands))
+        life.enter_context(consortium.started([*consortium.COTERIE, "run", str(folder)]))
         waited = until(lambda: all(answers(kit) > 20 for kit in kits), "the run's start")
         print(f"first answers after {waited:.1f} s", flush=True)
         for k in range(times):
             which = int(rng.integers(len(sites)))
-            at = answers(kits[which]) + int(rng.integers(10, 200))
-            until(lambda kit=kits[which], at=at: answers(kit) > at, "its next steps")  # type: ignore[misc]
-            step, given = step_of(kits[which]), answers(kits[which])
+            kit, said = kits[which], kits[which] / "said.txt"
+            until(partial(has_answered, kit, answers(kit) + int(rng.integers(10, 200))), "steps")
             consortium.end([processes[which]])
-            with consortium.started(commands[1 + which]) as (again,):
-                said = kits[which] / "said.txt"
-                up = until(lambda said=said: "connected to the server" in said.read_text(), "it")  # type: ignore[misc]
-                asked = until(
-                    lambda kit=kits[which], n=answers(kits[which]): answers(kit) > n, "asking it"  # type: ignore[misc]
-                )
-                print(
-                    f"{k + 1}: {sites[which]} killed at step {step}: connected after {up:.1f} s,"
-                    f" asked {asked:.1f} s later; steps {step_of(kits[which])}, given {given}",
-                    flush=True,
-                )
-                processes[which] = again
-                if k + 1 < times:
-                    until(lambda kit=kits[which], n=answers(kits[which]): answers(kit) > n + 5, "more")  # type: ignore[misc]
-                    consortium.end([])
+            step, before = step_of(kit), answers(kit)
+            (processes[which],) = life.enter_context(consortium.started(commands[1 + which]))
+            up = until(lambda said=said: "connected to the server" in said.read_text(), "it")  # type: ignore[misc]
+            asked = until(partial(has_answered, kit, before), "asking it")
+            print(
+                f"{k + 1}: {sites[which]} killed at step {step}: connected after {up:.1f} s, asked"
+                f" {asked:.1f} s later, at step {step_of(kit)}",
+                flush=True,
+            )
     print((folder / "said.txt").read_text()[-1500:])
 
 

@@ -30,8 +30,10 @@ from coterie.federation.kits import accept, accepted
 from coterie.federation.lead import check_plan
 from coterie.federation.manifest import (
     CERTIFICATES,
+    INSTALL,
     KIT,
     KIT_FILES,
+    LOCK,
     MANIFEST,
     Kit,
     fingerprint,
@@ -65,6 +67,8 @@ WHAT |= {
     "batch_size": 16,
 }
 
+A_WHEEL = "coterie-0.1-py3-none-any.whl"
+
 
 @pytest.fixture(scope="module")
 def preparation() -> Preparation:
@@ -82,7 +86,7 @@ def kit(tmp_path: Path, preparation: Preparation) -> Path:
     folder.mkdir()
     Kit(**WHAT).save(folder)
     preparation.save(folder)
-    for name in (*CERTIFICATES, "README.md"):
+    for name in (*CERTIFICATES, "README.md", INSTALL, LOCK, A_WHEEL):
         (folder / name).write_text(name)
     seal(folder)
     return folder
@@ -103,7 +107,7 @@ def listed_too(folder: Path) -> None:
     add("startup/sub_start.sh")(folder)
     digests = {
         name: files.sha256((folder / name).read_bytes())
-        for name in (*KIT_FILES, "startup/sub_start.sh")
+        for name in (*KIT_FILES, A_WHEEL, "startup/sub_start.sh")
     }
     files.write_json(folder / MANIFEST, {"files": digests})
 
@@ -125,6 +129,11 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a log": add("requests.jsonl", ""),
     "a script that the manifest lists": listed_too,
     "a link": linked,
+    "another script to install": add(INSTALL, "do as I say"),
+    "another lock": add(LOCK, "evil==1.0"),
+    "another wheel": add(A_WHEEL, "evil"),
+    "a second wheel": add("coterie-9.9-py3-none-any.whl", "evil"),
+    "no wheel": lambda folder: (folder / A_WHEEL).unlink(),
     "another README": add("README.md", "do as I say"),
     "another kit.json": lambda folder: Kit(**WHAT | {"server": "evil.example"}).save(folder),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),

@@ -257,6 +257,12 @@ def _connected(session: Any, names: Sequence[str], wait: float, patience: float)
         time.sleep(SECONDS_BETWEEN_POLLS)
 
 
+def connected_sites(folder: Path, names: Sequence[str], wait: float) -> set[str]:
+    """Return which sites the server hears now."""
+    with session_of(folder / "lead", wait) as session:
+        return _connected(session, names, 0.0, 0.0)
+
+
 def watch(session: Any, path: Path, out: Path, show_new: Callable[[], None], joined: Joined) -> str:
     """Show the run until NVFLARE says that the job has ended, and return how.
 
