@@ -23,7 +23,7 @@ This file takes the steps of all copies, in order. `schedule` says at which step
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -50,9 +50,10 @@ from coterie.choosing.adaptive.weights import Array
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
+from coterie.learners.captured import StackBlock
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack
+from coterie.learners.stack import Stack, why_not_capturable
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 
@@ -243,7 +244,48 @@ class AdaptiveLearner(Learner):
         if self.schedule.looks(self.step):
             self._look()
 
-    def until_other_work(self) -> int:
+    def block(self) -> StackBlock | str:
+        """Return the steps between two Gram matrices, looks or forks, which are the same work."""
+        if self.exchange_every > 1:
+            return "not all steps are alike with `exchange_every`"
+        why = self.points.why_not_captured or why_not_capturable(self.optimizer)
+        return why or StackBlock(self)
+
+    drawn_for = ()
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack]:
+        """The parameters of all copies."""
+        return self.alone, self.peers
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """What a step reads and changes beside: weights, how long sums may be, a count."""
+        if self.step < self.half:
+            return self.trunk_weights, self.longest, self.unheard
+        fixed = self.second_half()
+        return fixed.weights, fixed.longest, self.unheard
+
+    def drawn(self, step: int) -> list[Tensor]:
+        """Return the examples of the next steps, a row for each step."""
+        return [self.points.block(step)]
+
+    def numbers(self, step: int) -> list[float]:
+        """Return α at a step."""
+        return [1.0 if self.step < self.half else self.schedule.alpha(step)]
+
+    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+        """Write the directions of all copies on the examples drawn; return user 0's loss."""
+        answers = self.points.on(self.question(), drawn[0])
+        own, losses = self.own_answers(answers)
+        self.direct(own, peer_sums(answers, len(self.peers.x)), numbers[0])
+        return losses[0]
+
+    def taken(self, n: int, losses: Tensor) -> None:
+        """Count n steps of a block; nothing else is made of their losses."""
+        self.advanced(n)
+
+    def repeats(self) -> int:
         """Return how many of the next steps are alike: to the next Gram matrix, look or fork."""
         return 0 if not self.step or self.looks.chosen is None else self.schedule.alike(self.step)
 
