@@ -128,12 +128,12 @@ def test_a_site_that_comes_later_has_a_kit_of_the_same_authority(folder: Path) -
 def test_a_renewed_kit_keeps_the_settings_and_the_log_of_its_site(
     folder: Path, tmp_path: Path
 ) -> None:
-    site = shutil.move(folder / "sites" / "bern", tmp_path / "at the site")
+    site = (folder / "sites" / "bern").rename(tmp_path / "at the site")
     (site / "requests.jsonl").write_text("what was given\n")
     settings = (site / FILE).read_text().replace("norm = 10.0", "norm = 2.5")
     (site / FILE).write_text(settings)
     before = issuer_and_serial(site / "client.crt")
-    shown = membership.renew(folder, "bern")
+    shown = str(membership.renew(folder, "bern"))
     new = folder / "sites" / "bern"
     assert shown == fingerprint(new)
     with pytest.raises(FileError, match="has the fingerprint"):
