@@ -4,7 +4,9 @@ See docs/mixture.md.
 """
 
 import itertools
+import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +46,30 @@ FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
 
 
+logger = logging.getLogger(__name__)
+
+
+class Remaining:
+    """Say now and then how much is left of something that takes its time.
+
+    Example:
+        >>> Remaining(2, every=0.0).after_one()
+        'exchange 1 of 2, about 0 s left'
+    """
+
+    def __init__(self, whole: int, every: float = 5.0) -> None:
+        self.whole, self.every, self.done = whole, every, 0
+        self._began = self._said = time.monotonic()
+
+    def after_one(self) -> str | None:
+        """Return a line where the last is some seconds ago."""
+        self.done, now = self.done + 1, time.monotonic()
+        if now - self._said < self.every:
+            return None
+        self._said, left = now, (now - self._began) / self.done * (self.whole - self.done)
+        return f"exchange {self.done} of {self.whole}, about {left:.0f} s left"
+
+
 @dataclass(frozen=True)
 class Mixture(Algorithm):
     """Fit a linear model in closed form: no step size, no number of steps, no initial weights.
@@ -76,6 +102,7 @@ class Mixture(Algorithm):
     single: bool = False
 
     guards_itself = plans_by_steps = True
+    needs_rows = False
 
     def completed(self, spec: RunSpec) -> RunSpec:
         """Return the run with one step, in which all is done; refuse local steps."""
@@ -255,11 +282,15 @@ class ClosedForm(Learner):
         examples = max([told.get(name) or 1 for name in engine.names], default=1)
         alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
 
+        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + EXCHANGES)
+
         def ask(asked: Asked) -> Answer:
             question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
             point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
             self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
             answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
+            if elsewhere and (said := ends.after_one()):
+                logger.warning("%s", said)
             self._missed.update(list(answers.left_out))
             missed = answers.left_out.items()
             self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}

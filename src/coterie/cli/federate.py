@@ -1,7 +1,7 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,8 +97,15 @@ class SettingsRuleOptions:
     """The rule."""
 
     rule: Annotated[
-        str, Option(metavar="NAME", help="The rule, one of {rules}; or a method, one of {methods}.")
-    ] = "adaptive"
+        str,
+        Option(
+            metavar="NAME",
+            help=(
+                "The rule, one of {rules}; or a method, one of {methods}. auto: mixture, a linear"
+                " model in closed form, where no option says how steps are taken, else adaptive."
+            ),
+        ),
+    ] = "auto"
     alpha: Annotated[
         str | None,
         Option(
@@ -123,8 +130,14 @@ class SettingsRuleOptions:
         list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule or method; repeat it.")
     ] = field(default_factory=list)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the rule as it is written to the settings."""
+    def settings(self, *, linear: bool = False) -> dict[str, Any]:
+        """Return the rule as it is written to the settings.
+
+        `linear`: whether "auto" may stand for the closed form.
+        """
+        bare = not self.knob and self.alpha is None and self.beta is None
+        if self.rule == "auto":
+            return replace(self, rule="mixture" if linear and bare else "adaptive").settings()
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
         for name in [
             name for name, value in knobs.items() if isinstance(value, FromRun) or value is None
@@ -186,7 +199,9 @@ def init(
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
     steps = {name: value for name, value in vars(run).items() if name != "model"}
-    training = Training(**rule.settings(), **steps, **vars(messages))
+    given = any(steps[each.name] != each.default for each in fields(StepSettings))
+    linear = run.model == "linear" and not (given or who.everyone or messages.secure_sums)
+    training = Training(**rule.settings(linear=linear), **steps, **vars(messages))
     own = Data(
         table=str(table.data.absolute()),
         target=table.target,
@@ -269,7 +284,7 @@ def accept(
         return
     kit = kits.accept(folder, fingerprint or shown)
     who = f"{', '.join(kit.others)} plan" if kit.everyone else f"{kit.lead} plans"
-    typer.echo(f"{who} to ask for at most {kit.gradients} gradients, of {kit.batch_size} rows each")
+    typer.echo(f"{who} to ask for at most {kit.asked}")
     typer.echo(
         f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`"
     )
@@ -337,6 +352,13 @@ def _print_site(folder: Path) -> tuple[Any, Any]:
         f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before"
     )
     typer.echo(f"given at most: {peer.caps.in_words()}")
+    if not kit.everyone:
+        typer.echo(f"{kit.lead} plans to ask for at most {kit.asked}")
+    if not kit.batch_size and peer.why_no_e_steps:
+        typer.echo(
+            f"it answers no E-steps, {peer.why_no_e_steps}; ask {kit.lead} to name the rule"
+            ' "adaptive", which takes gradient steps'
+        )
     if kit.everyone != (settings.training is not None):
         raise KnobError(
             f"{folder} must have `sites` and [training] where everyone trains, and only there; take"
@@ -354,7 +376,8 @@ def _print_site(folder: Path) -> tuple[Any, Any]:
                 f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on"
                 " is taken"
             )
-    if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
+    promise = peer.promise(kit.batch_size) if kit.batch_size else None
+    if settings.privacy is not None and promise is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
         allowed = peer.of_planned(kit.batch_size, kit.gradients)
         planned = f"{kit.gradients} gradients of {kit.batch_size} rows that {kit.lead} plans"

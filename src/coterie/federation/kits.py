@@ -16,7 +16,15 @@ from coterie.federation.lead import planned_gradients
 from coterie.federation.manifest import Kit, kit_files, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
-from coterie.federation.settings import FILE, SITE_CAPS, Data, LeadSettings, Model, Training
+from coterie.federation.settings import (
+    FILE,
+    MIXTURE,
+    SITE_CAPS,
+    Data,
+    LeadSettings,
+    Model,
+    Training,
+)
 from coterie.federation.wheel import write_installation
 from coterie.tables import models
 
@@ -82,7 +90,7 @@ computes the gradient of the loss on a batch of **your** rows, and sends that ba
 5. `venv/bin/coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your
    machine dials out; nothing needs to be opened in your firewall for incoming connections.
 
-{lead} plans a run of at most {gradients} gradients, of {batch_size} rows each. What you give, and how to give less,
+{lead} plans a run of at most {asked}. What you give, and how to give less,
 is in `[caps]` of `{file}`:
 
 | setting | at first | meaning |
@@ -221,6 +229,7 @@ def _page(kit: Kit) -> str:
         caps=first_caps(kit),
         n_others=len(kit.others),
         members_in_words=", ".join(kit.members),
+        asked=kit.asked,
         **vars(kit),
     )
 
@@ -240,7 +249,7 @@ def _kit(
         size=size,
         gradients=planned_gradients(settings)
         * (len(consortium.sites) - 1 if consortium.everyone else 1),
-        batch_size=settings.training.batch_size,
+        batch_size=0 if settings.training.rule == MIXTURE else settings.training.batch_size,
         members=consortium.sites if consortium.everyone else (),
         training=_proposed(settings.training) if consortium.everyone else {},
     )
@@ -300,7 +309,7 @@ def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str
     limits = {name: "inf" if limit is None else limit for name, limit in vars(caps).items()}
     names = {"name": quoted(kit.site), "kit": quoted(fingerprint), "target": quoted(kit.target)}
     names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": ""}
-    names |= {"rest": f"{PRIVACY.format(batch_size=kit.batch_size)}\n{SUMS}"}
+    names |= {"rest": f"{PRIVACY.format(batch_size=kit.batch_size or Training.batch_size)}\n{SUMS}"}
     if kit.everyone:
         wanted = (
             f"own_examples = {mine.own_examples}"

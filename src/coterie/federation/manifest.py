@@ -62,7 +62,7 @@ class Kit:
     size: int  # how many numbers the model has
     # how many the planned run asks for, at most; all runs together where everyone trains
     gradients: int
-    batch_size: int
+    batch_size: int  # 0 for E-steps, which are of all rows
     # everybody who trains, this site too; nobody where user 0 alone does
     members: tuple[str, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)  # a proposal for how they train
@@ -71,6 +71,13 @@ class Kit:
     def everyone(self) -> bool:
         """Whether every site trains a model of its own."""
         return bool(self.members)
+
+    @property
+    def asked(self) -> str:
+        """What the planned run asks for, in words."""
+        if self.batch_size:
+            return f"{self.gradients} gradients, of {self.batch_size} rows each"
+        return f"{self.gradients} gradients, in E-steps, each of which is of all your rows"
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -86,9 +93,9 @@ class Kit:
                 raise KnobError(
                     f"names must be printable text, at most 1000 characters, got {str(name)[:80]!r}"
                 )
-        for name in ("port", "size", "gradients", "batch_size"):
+        for name, least in {"port": 1, "size": 1, "gradients": 1, "batch_size": 0}.items():
             number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**40:
+            if type(number) is not int or not least <= number < 2**40:
                 raise KnobError(
                     f"`{name}` must be a positive whole number, got {str(number)[:80]!r}"
                 )

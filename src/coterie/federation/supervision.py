@@ -17,7 +17,7 @@ from coterie.federation.everyone.relay import MEMBERS, unfinished
 from coterie.federation.job import write_job
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
-from coterie.federation.settings import lead_settings, members_of
+from coterie.federation.settings import MIXTURE, lead_settings, members_of
 from coterie.federation.watching import Joined, NewLines, RunWatch
 from coterie.federation.workspace import require_nvflare
 from coterie.recording.progress import progress_bar
@@ -67,7 +67,9 @@ def supervise(
     jobs = _Jobs(folder, settings.sites, wait, attempts, show_line, attach=attach)
     for name in (SUMMARY, REFUSED) if not attach else ():
         (out / name).unlink(missing_ok=True)
-    steps, has_bar = settings.training.steps, sys.stderr.isatty() if progress is None else progress
+    # a closed form is one step, whose exchanges are told as news
+    steps = 1 if settings.training.rule == MIXTURE else settings.training.steps
+    has_bar = sys.stderr.isatty() if progress is None else progress
     with progress_bar(has_bar, type(rule_of(settings)).__name__, steps) as show:
         show_new = RunWatch(out, steps, show, show_line, tenths=not has_bar)
         for _ in jobs.ended(show_new, lambda here: len(here) >= 1):
