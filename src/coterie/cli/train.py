@@ -68,7 +68,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         return None
     task, peers, changed = users
     settings, chosen = (
-        how.settings() | changed,
+        how.settings() | changed | where.attacked(),
         rule.build(RunFacts(len(task.me), peers, how.steps)),
     )
     settings["lr"] = step_size(chosen, how.lr)
@@ -110,7 +110,7 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    here = where.engine == "in-process" and not weighted
+    here = where.engine == "in-process" and where.attack is None and not weighted
     kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if rule.rule != "auto" or stepwise or knobs or not here or how.model not in kinds:
         if how.model == "trees":
