@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.everyone import for_everyone, train_all
+from coterie.cli.everyone import ALL, for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
@@ -109,8 +109,9 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    linear = how.model == "linear" and where.engine == "in-process" and not weighted
-    if rule.rule != "auto" or stepwise or knobs or not linear:
+    linear = how.model == "linear" and not (weighted or where.secure_sums)
+    elsewhere = where.engine != "in-process" and table.me == ALL  # where all train
+    if rule.rule != "auto" or stepwise or knobs or elsewhere or not linear:
         return table, rule
     validation = 0.0 if table.validation is None else table.validation
     return replace(table, validation=validation), replace(rule, rule="mixture")
