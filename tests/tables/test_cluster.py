@@ -157,7 +157,7 @@ def test_nothing_set_is_the_closed_form_over_processes_too(
     visits: pd.DataFrame, tmp_path: Path
 ) -> None:
     visits[visits["ill"] != "perhaps"].to_csv(tmp_path / "visits.csv", index=False)
-    options = ["--data", str(tmp_path / "visits.csv"), *COMMON[:-4]]
+    options = ["--data", str(tmp_path / "visits.csv"), *COMMON[:-4], "--model", "linear"]
     here = ["train", *options, "--out", str(tmp_path / "here")]
     assert CliRunner().invoke(app, here).exit_code == 0
     there = ["train", "--engine", "torch", *options, "--out", str(tmp_path / "there")]
