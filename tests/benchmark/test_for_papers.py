@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -46,7 +47,8 @@ def test_two_knobs_make_every_pair_of_values() -> None:
 def test_twelve_methods_are_told_apart_by_marks_alone() -> None:
     values = {"set": {f"method {k}": (0.1 * k, 0.1) for k in range(12)}}
     figure: Figure = differences(values, "", "accuracy")
-    lines = [container.lines[0] for container in figure.axes[0].containers]
+    containers: list[Any] = list(figure.axes[0].containers)
+    lines = [container.lines[0] for container in containers]
     assert len({line.get_marker() for line in lines}) == 12
     looks = {(line.get_marker(), line.get_color()) for line in lines}
     assert len(looks) == 12

@@ -152,7 +152,7 @@ def swept(name: str, knobs: Sequence[str]) -> list[str | Contender]:
             choices.append([(knob, value.strip()) for value in values.split(",")])
     if not choices:
         return [name]
-    swept_over = []
+    swept_over: list[str | Contender] = []
     for chosen in itertools.product(*choices):
         text = ", ".join(f"{knob}={value}" for knob, value in chosen)
         make = Knobs(entry, {knob: _literal(value) for knob, value in chosen})

@@ -77,9 +77,9 @@ def bench(
     console = terminal.console()
     chosen = _names(sets) or _sets_at_hand(data)
     compared = all_methods() if methods == "all" else _names(methods) or DEFAULT
-    compared = [each for name in compared for each in swept(name, knob or [])]
+    contenders = [each for name in compared for each in swept(name, knob or [])]
     under = _names(conditions) or tuple(CONDITIONS)
-    selection = benchmark.Selection(chosen, compared, under, _names(models), users, seeds)
+    selection = benchmark.Selection(chosen, contenders, under, _names(models), users, seeds)
     cells = list(selection.cells(data))
     if not cells:
         raise KnobError(
