@@ -14,9 +14,10 @@ from tests.test_extending import REGISTRIES
 FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.md"))
 SHORTER = {
+    "10_a_table_for_a_paper": {"steps=60": "steps=2"},
     "04_hugging_face_and_lora": {"range(150)": "range(3)", '"steps": 40': '"steps": 4'},
 }
-"""What is run here in a shorter form, since as it stands it trains a language model."""
+"""What is run here in a shorter form, since as it stands it trains a language model, or many runs."""
 PROCESSES = {"05_a_consortium_on_one_machine"}
 """What starts a server and sites; tests/federation/test_consortium.py runs the same commands."""
 
