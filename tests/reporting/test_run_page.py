@@ -116,6 +116,20 @@ def test_what_private_peers_promise_stands_beside_them(tmp_path: Path) -> None:
     )
 
 
+def test_a_weight_and_an_absence_in_most_steps_do_not_contradict_each_other(tmp_path: Path) -> None:
+    record = Record(configuration(peers={"bern": 40, "basel": 40, "chur": 40}, steps=1500))
+    gone = {"bern": {"no answer": 1392}, "chur": {"no answer": 3}}
+    tau = {"bern": 0.49, "basel": 0.41, "chur": 0.1}
+    record.finish(End(step=1500, best_step=1500, tau=tau, left_out=gone, test={"loss": 0.25}))
+    text = " ".join(text_of(write_run_page(tmp_path / "page.html", record)))
+    assert "bern 0.49 (in the 108 steps in which it was there), basel 0.41" in text
+    assert (
+        "left out in most steps: no answer in 1392 steps: its weight is of the steps in which it"
+        " was there" in text
+    )
+    assert "left out at times: no answer in 3 steps" in text
+
+
 def test_left_out_peers_stand_with_the_reason(tmp_path: Path) -> None:
     record = Record(
         configuration(rule="WeightedAveraging(alpha=0.5)", peers={"a": 1, "b": 2, "c": 3})

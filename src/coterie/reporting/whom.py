@@ -54,7 +54,9 @@ def _reason(name: str, configuration: Configuration, end: End, listened: bool) -
         f"{why} in {counted(count, 'step')}" for why, count in end.left_out.get(name, {}).items()
     )
     if listened:
-        return missed and f"left out at times: {missed}"
+        when = ": its weight is of the steps in which it was there"
+        often = "in most steps" if _absent(name, end) > max(10, end.step / 2) else "at times"
+        return missed and f"left out {often}: {missed}{when if often != 'at times' else ''}"
     reasons = {
         "not asked": asks_nobody(configuration),
         "the model trained alone is served": serves_alone(end),
@@ -110,11 +112,23 @@ def listened_to(configuration: Configuration, end: End) -> str:
     if weighted[0].share > 1.01 * weighted[-1].share or len(weighted) == 1 < len(peers):
         parts.append(
             "most weight among peers: "
-            + ", ".join(f"{peer.name} {peer.share:.2g}" for peer in weighted[:3])
+            + ", ".join(f"{peer.name} {peer.share:.2g}{_where(peer, end)}" for peer in weighted[:3])
         )
     if without:
         parts.append(f"no weight: {_named([peer.name for peer in without])}")
     return "; ".join(parts)
+
+
+def _absent(name: str, end: End) -> int:
+    """Return in how many steps a peer was left out."""
+    return int(sum(end.left_out.get(name, {}).values()))
+
+
+def _where(peer: Heard, end: End) -> str:
+    """Say of the weight of a peer that was left out in most steps in which it had it."""
+    absent = _absent(peer.name, end)
+    there = counted(max(0, end.step - absent), "step")
+    return f" (in the {there} in which it was there)" if absent > max(10, end.step / 2) else ""
 
 
 def _share(share: float) -> str:
