@@ -109,7 +109,8 @@ def _in_closed_form(
         if each.name != "seed"
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
-    linear = how.model == "linear" and where.engine == "in-process" and table.weights is None
+    weighted = table.weights is not None or table.class_weight is not None
+    linear = how.model == "linear" and where.engine == "in-process" and not weighted
     if rule.rule != "auto" or stepwise or knobs or not linear:
         return table, rule
     validation = 0.0 if table.validation is None else table.validation

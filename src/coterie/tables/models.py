@@ -88,6 +88,8 @@ def _found(name: str) -> Factory:
 def loss_of(preparation: Preparation) -> Loss:
     """Return the loss for a target of this kind, in which rows count by their weights where they have any."""
     classes = preparation.kind == "classification"
+    if preparation.class_weights:
+        return nn.CrossEntropyLoss(torch.tensor(preparation.class_weights))
     if preparation.weights is None:
         return functional.cross_entropy if classes else functional.mse_loss
     return PerExample(_weighted_cross_entropy if classes else _weighted_squares, weights=_weight)

@@ -42,6 +42,11 @@ def meet(
     becomes this process's rank. The settings are those of `coterie.data.users_from_table`.
     """
     asked = TableSettings(**{name: v for name, v in settings.items() if name != "me"})
+    if asked.class_weight:
+        raise KnobError(
+            "`class_weight` is for users in this process: others would weigh by other rows; leave"
+            " it out"
+        )
     target, kind, columns = asked.target, asked.kind, asked.columns
     name, rows = rows_of(meeting.place, asked)
     check_target(rows, name, target)
