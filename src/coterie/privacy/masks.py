@@ -174,7 +174,7 @@ class Masks:
         >>> total(parts, agreed)
         Traceback (most recent call last):
         ...
-        coterie.errors.MaskError: the masks do not cancel: the sites were not asked the same
+        coterie.errors.MaskError: the masks do not cancel: the sites were not asked the same, or a gradient was not finite
     """
 
     def __init__(self, site: str, private: Any, agreement: Agreement) -> None:
