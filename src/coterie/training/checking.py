@@ -76,12 +76,12 @@ def default_rule(spec: RunSpec) -> AdaptiveAveraging | Mixture:
 
     The closed form where it applies and no step is described.
 
-    Who sets a step size, an optimizer or a number of steps means gradient steps. Peers whose rows
-    are not in this process, or private, are asked for gradients.
+    Who sets a step size, an optimizer or a number of steps means gradient steps. So does an engine
+    whose peers answer no E-steps, private ones for example; that is found out once it is open.
     """
     plain = all(getattr(spec, name) == default for name, default in _UNSET.items())
-    here = spec.engine is InProcess and bool(spec.peers)
-    return Mixture() if plain and here and why_not_linear(spec) is None else AdaptiveAveraging()
+    asks = spec.engine is not InProcess or bool(spec.peers)
+    return Mixture() if plain and asks and why_not_linear(spec) is None else AdaptiveAveraging()
 
 
 def check(spec: RunSpec) -> None:
