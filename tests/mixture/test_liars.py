@@ -30,7 +30,7 @@ LIES: dict[str, Callable[[Array], Array]] = {
     "huge": lambda honest: np.full_like(honest, 1e300),
     "least": lambda honest: np.full_like(honest, -1.0),
     "nothing": np.zeros_like,
-    "noise": lambda honest: RNG.uniform(-1, 1, honest.shape),
+    "noise": lambda honest: 2 * RNG.random(honest.shape) - 1,
     "turned round": lambda honest: -honest,
     "share -1": _share(-1.0),
     "share 0": _share(0.0),
@@ -52,18 +52,14 @@ def test_a_liar_costs_the_collaboration_at_most(lie: str, peers: int) -> None:
     own, others, (x, y) = user(30), [user(50) for _ in range(peers)], user(2000)
     honest = EStep.answer
 
+    asked: list[int] = []  # whose turn it is, the last first
+
     def answer(self: EStep, rows: Rows, *args: float | None) -> Array:
+        asked.extend(reversed(range(peers)) if not asked else ())
         told = honest(self, rows, *args)
         return LIES[lie](told) if asked.pop() == 0 else told
 
-    asked: list[int] = []
-
-    def counted(self: EStep, rows: Rows, *args: float | None) -> Array:
-        if not asked:
-            asked.extend(reversed(range(peers)))
-        return answer(self, rows, *args)
-
-    with mock.patch.object(EStep, "answer", counted):
+    with mock.patch.object(EStep, "answer", answer):
         found = fit_here(*own, others, SQUARED)
     alone = fit_here(*own, [], SQUARED)
     inputs = np.column_stack([x, np.ones(len(x))])
