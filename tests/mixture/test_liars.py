@@ -30,7 +30,7 @@ LIES: dict[str, Callable[[Array], Array]] = {
     "huge": lambda honest: np.full_like(honest, 1e300),
     "least": lambda honest: np.full_like(honest, -1.0),
     "nothing": np.zeros_like,
-    "noise": lambda honest: 2 * RNG.random(honest.shape) - 1,
+    "noise": lambda honest: 2 * RNG.random(size=(*honest.shape,)) - 1,
     "turned round": lambda honest: -honest,
     "share -1": _share(-1.0),
     "share 0": _share(0.0),
