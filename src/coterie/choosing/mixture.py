@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine
@@ -49,6 +48,7 @@ class Mixture(Algorithm):
 
     Args:
         single: serve the best candidate in the place of the mixture.
+        rates: as in `AdaptiveAveraging`, which serves where the model is not linear.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -68,13 +68,20 @@ class Mixture(Algorithm):
     """
 
     single: bool = False
+    rates: tuple[float, ...] | None = None
 
     guards_itself = plans_by_steps = True
 
     def completed(self, spec: RunSpec) -> RunSpec:
         """Return the run with one step, in which all is done; refuse local steps."""
         check_local_steps(spec)
-        return replace(spec, steps=1) if self.fallback(spec) is None else spec
+        other = self.fallback(spec)
+        if other is None:
+            return replace(spec, steps=1)
+        if not isinstance(other.rule, Algorithm):
+            return spec
+        spec = other.rule.completed(spec)
+        return replace(spec, rule=replace(self, rates=getattr(spec.rule, "rates", None)))
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine whose peers are elsewhere."""
@@ -85,7 +92,9 @@ class Mixture(Algorithm):
         why = why_not_linear(spec)
         if why is None:
             return None
-        gradients = AdaptiveAveraging()
+        from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
+
+        gradients = AdaptiveAveraging(self.single, self.rates)
         other = gradients.fallback(spec) or Choice(gradients, {})
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
@@ -323,8 +332,9 @@ def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, An
         "constant": fitted.is_constant,
         "tau": {name: weight for name, weight in tau.items() if weight},
         "folds": fitted.folds,
-        "exchanges": fitted.exchanges,
     }
+    if fitted.exchanges:  # of the closed form
+        account["exchanges"] = fitted.exchanges
     if n >= FEWEST:
         account |= {
             "out_of_fold": float(fitted.served.losses.mean()),
@@ -336,7 +346,8 @@ def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, An
 
 def _sentence(fitted: Fitted) -> str:
     """Say what is served."""
-    guess, served = fitted.entries["constant"].losses.mean(), fitted.served.losses.mean()
+    served, constant = fitted.served.losses.mean(), fitted.entries.get("constant")
+    guess = np.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
             "a constant is served: nothing was better than it on the own examples (loss"

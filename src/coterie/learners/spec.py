@@ -402,6 +402,15 @@ class RunSpec(RunSettings):
             raise TypeError("this run has no optimizer yet; call `prepared()` first")
         return self.optimizer
 
+    def at_rate(self, multiple: float) -> Self:
+        """Return a run that is prepared with its optimizer's step sizes multiplied."""
+        if multiple == 1:
+            return self
+        optimizer = _like(self.made_optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= multiple
+        return replace(self, optimizer=optimizer)
+
     def in_process(self, **options: Any) -> InProcess:
         """Return an engine over the users of a run that is prepared, in this process."""
         users = self.me, self.peers

@@ -111,7 +111,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = _clearly_more(served.losses - guess.losses)
+    is_constant = clearly_more(served.losses - guess.losses)
     tau = np.full(len(sizes), 1 / max(1, len(sizes)))
     if found is not None and len(sizes) >= FEWEST_PEERS:
         tau = found.tau[0]
@@ -140,7 +140,7 @@ def _counted(
             return end.value, count
 
 
-def _clearly_more(differences: Array) -> bool:
+def clearly_more(differences: Array) -> bool:
     """Say whether differences are above 0 in the mean by more than its standard error."""
     n = len(differences)
     return n > 1 and float(differences.mean()) > float(differences.std(ddof=1)) / n**0.5

@@ -30,37 +30,26 @@ class RepeatedSteps:
         return self.learner.step
 
     @property
-    def _in_branch(self) -> bool:
-        return self.learner.step >= self.learner.half
-
-    @property
-    def stacks(self) -> tuple[Stack, Stack]:
+    def stacks(self) -> tuple[Stack, ...]:
         """The parameters of all copies."""
-        return self.learner.alone, self.learner.peers
+        return self.learner.stacks
 
     @property
     def held(self) -> tuple[Tensor, ...]:
-        """What a step reads and changes beside parameters.
-
-        The peers' weights, how long sums may be, a count.
-        """
+        """What a step reads beside parameters: the peers' weights, how long sums may be, origins."""
         learner = self.learner
-        if not self._in_branch:
-            return learner.trunk_weights, learner.longest, learner.unheard
-        fixed = learner.second_half()
-        return fixed.weights, fixed.longest, learner.unheard
+        return learner.trunk_weights, learner.pooled_weights, learner.longest, learner.origins
 
     def numbers(self, step: int) -> list[float]:
-        """Return α at a step."""
-        return [self.learner.schedule.alpha(step) if self._in_branch else 1.0]
+        """Return the numbers of a step: none."""
+        return []
 
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
         """Write the directions of all copies; return user 0's loss."""
         learner = self.learner
         answers = self.points.on(learner.question(), drawn[0])
-        peers = peer_sums(answers, len(learner.peers.x))
         own, losses = learner.own_answers(answers)
-        learner.direct(own, peers, numbers[0])
+        learner.direct(own, peer_sums(answers, len(learner.peers.x)))
         return losses[0]
 
     def taken(self, n: int, losses: Tensor) -> None:
