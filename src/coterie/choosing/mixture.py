@@ -105,8 +105,6 @@ class Mixture(Algorithm):
         spec: RunSpec,
         engine: Engine,
         costs: Costs,
-        *,
-        guarded: bool,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
         return ClosedForm(spec, engine, costs, single=self.single)

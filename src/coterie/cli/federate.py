@@ -1,7 +1,7 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,7 +175,6 @@ def init(
     from coterie.federation.lead import rule_of
     from coterie.federation.provisioning import Consortium
     from coterie.federation.settings import NO_SUMS, Data, LeadSettings, Model, Training
-    from coterie.tables.fit import step_size
 
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
@@ -185,9 +184,7 @@ def init(
         table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples
     )
     settings = LeadSettings(who.me, tuple(who.site), own, Model(run.model), training)
-    # what cannot be built is told now
-    training = replace(training, lr=step_size(rule_of(settings), training.lr))
-    settings = replace(settings, training=training)
+    rule_of(settings)  # what cannot be built is told now
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
     consortium = Consortium(
         who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone

@@ -194,8 +194,6 @@ class AdaptiveAveraging(Algorithm):
         spec: RunSpec,
         engine: Engine,
         costs: Costs,
-        *,
-        guarded: bool,
     ) -> AdaptiveLearner:
         """Return the learner of a run that is prepared."""
         folds, parts = self.parts(spec)
