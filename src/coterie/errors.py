@@ -1,6 +1,7 @@
 """What can go wrong, by kind. Every message names the value at fault and the remedy."""
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -124,6 +125,24 @@ def printable(text: object, most: int = 200) -> str:
         'a?[2J?b'
     """
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
+
+
+def few_of(names: Iterable[object], most: int = 12) -> str:
+    """Return names between commas, the first of them where they are many."""
+    shown = [repr(str(name)) for name in names]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def did_you_mean(name: object, names: Iterable[object]) -> str:
+    """Return the end of a message about a name that is not there: the one that may be meant.
+
+    Example:
+        >>> did_you_mean("Hopsital", ["age", "hospital"]), did_you_mean("x", ["age", "hospital"])
+        ("; did you mean 'hospital'?", '')
+    """
+    there = {str(each).casefold(): str(each) for each in names}
+    near = difflib.get_close_matches(str(name).casefold(), there, n=1)
+    return f"; did you mean {there[near[0]]!r}?" if near else ""
 
 
 def not_installed(package: str, extra: str) -> str:

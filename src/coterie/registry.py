@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
-from coterie.errors import CoterieError, KnobError, UserCodeError
+from coterie.errors import CoterieError, KnobError, UserCodeError, did_you_mean
 
 T = TypeVar("T")
 
@@ -81,6 +81,7 @@ class Entry(Generic[T]):
             if knob not in taken:
                 raise KnobError(
                     f"{self.name!r} takes no `{knob}`; it takes {', '.join(taken) or 'no knobs'}"
+                    f"{did_you_mean(knob, taken)}"
                 )
         values = {**self.defaults, **knobs}
         values = {
@@ -160,6 +161,7 @@ class Registry(Generic[T]):
         if name not in self._entries:
             raise KnobError(
                 f"unknown {self.kind} {name!r}; the {self.kind}s are {', '.join(self._entries)}"
+                f"{did_you_mean(name, self._entries)}"
             )
         return self._entries[name]
 

@@ -23,7 +23,8 @@ def visits(n: int = 60) -> pd.DataFrame:
     )
     frame["patient"] = [f"p{i}" for i in range(n)]
     return frame.assign(
-        count=np.resize([1.0, 2.5, 0.0], n), ill=np.where(frame["age"] + 9 > 55, "yes", "no")
+        count=np.resize([1.0, 2.5, 0.0], n),
+        ill=np.where(frame["age"] + rng.normal(9, 3, n) > 55, "yes", "no"),
     )
 
 

@@ -14,9 +14,9 @@ import torch
 import coterie
 from coterie.data import Preparation, from_table
 from coterie.data.checking import distinct_targets
-from coterie.data.reading import few_of, read_rows, read_table, users_in
+from coterie.data.reading import FileForm, read_rows, read_table, users_in
 from coterie.data.statistics import Statistics
-from coterie.errors import DataError
+from coterie.errors import DataError, few_of
 
 COLUMNS: dict[str, Any] = {"user_column": "ward", "target": "ill", "me": "a"}
 
@@ -162,7 +162,7 @@ def test_the_kind_is_told_by_the_target(values: list[Any], kind: str) -> None:
 
 
 def test_regression_targets_are_in_user_0s_units_and_predictions_in_the_tables() -> None:
-    frame = visits().assign(ill=lambda f: 100 + 5 * np.arange(len(f)) + 0.5)
+    frame = visits().assign(ill=lambda f: 100 + 35 * np.arange(len(f)) % 211 + 0.5)
     task = from_table(frame, features=["row"], **COLUMNS)
     training = frame[frame["row"].isin(rows_of(task, frame)["training"])]["ill"]
     targets = task.me.examples.take(torch.arange(len(task.me)))[1]
@@ -218,8 +218,8 @@ def test_preparation_travels_as_text() -> None:
 def test_users_and_their_rows_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "visits.csv"
     pd.DataFrame({"ward": ["b", "a", "b"], "age": [3, 4, 5]}).to_csv(path)
-    assert users_in(path, "ward") == ["b", "a"]
-    assert len(read_rows(path, "ward", "b")) == 2
+    assert users_in(path, "ward", FileForm()) == ["b", "a"]
+    assert len(read_rows(path, "ward", "b", FileForm())) == 2
     assert few_of(["a", "b", "c"], most=2) == "'a', 'b' and 1 more"
     assert distinct_targets(pd.Series([1, 0, 1]), "auto") == [0, 1]
     assert distinct_targets(pd.Series([0.5, 1.5]), "auto") is None

@@ -325,6 +325,18 @@ def test_a_row_of_an_unknown_class_is_left_out_and_changes_no_other(
         assert len(inputs) == 5
 
 
+def test_a_site_says_how_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "site.csv").write_text("4,5;1\n?;0\n")
+    form: dict[str, Any] = {"sep": ";", "decimal": ",", "na_values": "?", "header": "age,ill"}
+    (tmp_path / "coterie.toml").write_text(
+        'name = "basel"\n[data]\ntable = "site.csv"\ntarget = "ill"\n'
+        + "\n".join(f'{name} = "{value}"' for name, value in form.items())
+    )
+    rows = _rows(tmp_path, site_settings(tmp_path).data)
+    assert rows["age"].tolist()[0] == 4.5
+    assert rows["age"].isna().tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [

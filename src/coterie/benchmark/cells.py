@@ -17,7 +17,7 @@ from coterie.benchmark.settings import RATES, Contender
 from coterie.benchmark.summary import ALONE
 from coterie.benchmark.tasks import candidates
 from coterie.benchmark.tools import Tool
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.recording import files
 
 
@@ -62,7 +62,10 @@ class Selection:
         ):
             for name in asked:
                 if name not in there:
-                    raise KnobError(f"unknown {what} {name!r}; the {what}s are {', '.join(there)}")
+                    hint = did_you_mean(name, there)
+                    raise KnobError(
+                        f"unknown {what} {name!r}; the {what}s are {', '.join(there)}{hint}"
+                    )
         for what, number in (("users", self.users), ("seeds", self.seeds)):
             if number < 1:
                 raise KnobError(f"`{what}` must be at least 1, got {number}")

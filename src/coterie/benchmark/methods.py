@@ -10,7 +10,7 @@ from typing import Any
 from coterie.aggregators import AGGREGATORS
 from coterie.benchmark.settings import PLAIN_RATES, Contender, Knobs, Setting, schedules
 from coterie.benchmark.tools import MIXTURE, TOOLS, Tool
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.methods import METHODS
 from coterie.registry import Entry, FromRun
 from coterie.rules import RULES
@@ -91,7 +91,8 @@ def contender(name: str) -> Contender | Tool:
         ['alpha 0.1, constant steps', 'alpha 0.3, constant steps']
     """
     if name not in names():
-        raise KnobError(f"unknown method {name!r}; the methods are {', '.join(names())}")
+        hint = did_you_mean(name, names())
+        raise KnobError(f"unknown method {name!r}; the methods are {', '.join(names())}{hint}")
     if name in (fitted := {MIXTURE.name: MIXTURE, **TOOLS}):
         return fitted[name]
     if name in VARIANTS:

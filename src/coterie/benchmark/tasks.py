@@ -10,7 +10,7 @@ from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.population import Numbers, Population
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.table import Task
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, did_you_mean
 from coterie.users.sampling import random_key
 from coterie.users.user import User
 
@@ -66,6 +66,7 @@ def task_of(
     if condition not in CONDITIONS:
         raise KnobError(
             f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}"
+            f"{did_you_mean(condition, CONDITIONS)}"
         )
     if me not in candidates(people, own_examples):
         raise DataError(

@@ -174,6 +174,7 @@ app = typer.Typer(
     name="coterie",
     cls=Commands,
     no_args_is_help=True,
+    suggest_commands=False,  # click does
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )

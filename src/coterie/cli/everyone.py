@@ -8,9 +8,9 @@ from coterie.cli import terminal
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import users_from_table
-from coterie.data.reading import few_of, users_in
+from coterie.data.reading import rank_file, users_in
 from coterie.engines.torch_distributed.place import Place
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, few_of
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
 from coterie.reporting.run_page import HEADLINES
@@ -32,12 +32,8 @@ def for_everyone(
     """
     if table.me != ALL:
         return False
-    data = (
-        table.data
-        if where.engine == "in-process"
-        else str(table.data).format(rank=Place.told().rank)
-    )
-    everyone = ALL not in users_in(data, table.user_column, sep=table.sep, decimal=table.decimal)
+    data = table.data if where.engine == "in-process" else rank_file(table.data, Place.told().rank)
+    everyone = ALL not in users_in(data, table.user_column, table)
     if everyone and where.gather:
         raise KnobError("`--gather` is for one user 0; leave it out, or name one user in `--me`")
     if everyone and rule.tau:
@@ -57,7 +53,7 @@ def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     from coterie.tables.everyone import fit_everyone
 
     columns = {name: value for name, value in table.settings().items() if name != "me"}
-    users, console = users_from_table(table.data, seed=how.seed, **columns), terminal.console()
+    users, console = users_from_table(seed=how.seed, **columns), terminal.console()
     settings = how.settings()
     try:
         runs = fit_everyone(users, rule.build, user_column=table.user_column, **settings)

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.registered import Command, knobs_of
+from coterie.data.reading import FileForm
 from coterie.errors import KnobError
 from coterie.federation.settings import MessageSettings
 from coterie.methods import entry_of
@@ -44,7 +45,7 @@ class ConsortiumOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnTableOptions:
+class OwnTableOptions(FileForm):
     """User 0's table."""
 
     data: Annotated[
@@ -55,6 +56,9 @@ class OwnTableOptions:
     categorical: Annotated[
         list[str],
         Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it."),
+    ] = field(default_factory=list)
+    dates: Annotated[
+        list[str], Option(metavar="COLUMN", help="A column of dates; see `coterie train`.")
     ] = field(default_factory=list)
     drop: Annotated[
         list[str],
@@ -83,7 +87,9 @@ class OwnTableOptions:
 
     def columns(self) -> dict[str, Any]:
         """Return what the columns are for, as `from_table` takes it."""
-        return {name: getattr(self, name) for name in ("kind", "categorical", "drop", "ids")}
+        return {
+            name: getattr(self, name) for name in ("kind", "categorical", "dates", "drop", "ids")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +187,10 @@ def init(
     steps = {name: value for name, value in vars(run).items() if name != "model"}
     training = Training(**rule.settings(), **steps, **vars(messages))
     own = Data(
-        table=str(table.data.absolute()), target=table.target, own_examples=table.own_examples
+        table=str(table.data.absolute()),
+        target=table.target,
+        own_examples=table.own_examples,
+        **table.form,
     )
     settings = LeadSettings(who.me, tuple(who.site), own, Model(run.model), training)
     rule_of(settings)  # what cannot be built is told now

@@ -13,6 +13,7 @@ from coterie import theory
 from coterie.cli import terminal
 from coterie.cli.options.groups import check_effect, grouped, option_of
 from coterie.cli.terminal import record_of, rich_table
+from coterie.data.reading import FileForm
 from coterie.errors import DataError, KnobError
 from coterie.privacy.privacy import Privacy
 from coterie.recording.record import Record
@@ -33,8 +34,8 @@ from coterie.theory.estimates import Estimates
 NEEDED = ("n_peers", "noise", "bias_floor", "hessian_gap", "smoothness", "pl", "initial_gap")
 
 
-@dataclass
-class SourceOptions:
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(FileForm):
     """Where the constants are measured."""
 
     run: Annotated[
@@ -56,21 +57,19 @@ class SourceOptions:
         list[str],
         Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it."),
     ] = field(default_factory=list)
-    sep: Annotated[str, Option(help="With --data: its column separator (`tab` for a tab).")] = ","
-    decimal: Annotated[str, Option(help="With --data: its decimal mark.")] = "."
     model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = (
         "linear"
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.run is not None and self.data is not None:
             raise KnobError(
                 "a run and `--data` both say where the constants are measured; give one of them"
             )
         if self.data is None:
-            check_effect(
-                self, ("user_column", "target", "me", "drop", "sep", "decimal", "model"), "--data"
-            )
+            names = ("user_column", "target", "me", "drop", *self.form, "model")
+            check_effect(self, names, "--data")
 
 
 @dataclass

@@ -1,13 +1,16 @@
 """`coterie predict`: apply a trained model to a table."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
+from coterie.cli.options.groups import grouped
 from coterie.data import read_table
+from coterie.data.reading import FileForm
 from coterie.errors import KnobError
 from coterie.tables.predict import columns_of_names, harmless
 from coterie.tables.predict import predict as predictions
@@ -16,20 +19,21 @@ STANDARD_INPUT = Path("/dev/stdin")
 """What `-` stands for."""
 
 
-def predict(
-    folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")],
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(FileForm):
+    """What is predicted, and from what."""
+
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")]
     file: Annotated[
         Path,
         Argument(
             metavar="FILE",
             help="A CSV or Parquet file with the same columns; - for standard input.",
         ),
-    ],
+    ]
     out: Annotated[
         Path | None, Option(help="Where to write the CSV; standard output when not given.")
-    ] = None,
-    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ",",
-    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = ".",
+    ] = None
     coverage: Annotated[
         float | None,
         Option(
@@ -38,18 +42,21 @@ def predict(
                 " rows: 0.9."
             )
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own."),
-    ] = None,
+    ] = None
     raw: Annotated[
         bool,
         Option(
             "--raw", help="Write texts as they are, also those that a spreadsheet would run (=1+1)."
         ),
-    ] = False,
-) -> None:
+    ] = False
+
+
+@grouped
+def predict(asked: PredictOptions) -> None:
     """Predict the target for every row of a table, in order, with the personal model of a run.
 
     Writes a CSV with the columns `prediction` and, in classification, `probability_CLASS` for each
@@ -59,13 +66,16 @@ def predict(
 
     Example: coterie predict run new_visits.csv --coverage 0.9 --out predictions.csv
     """
+    out, folder = asked.out, asked.folder
     if out is not None and not out.absolute().parent.is_dir():
         raise KnobError(
             f"`--out` lies in {out.absolute().parent}, which is no folder; make it, or name another"
         )
-    source, names = STANDARD_INPUT if str(file) == "-" else file, columns_of_names(folder)
-    rows = read_table(source, sep=sep, decimal=decimal, as_written=names)
-    table = predictions(folder, rows, model, coverage)
-    (table if raw else harmless(table)).to_csv(sys.stdout if out is None else out, index=False)
+    source = STANDARD_INPUT if str(asked.file) == "-" else asked.file
+    rows = read_table(source, as_written=columns_of_names(folder), **asked.form)
+    table = predictions(folder, rows, asked.model, asked.coverage)
+    (table if asked.raw else harmless(table)).to_csv(
+        sys.stdout if out is None else out, index=False
+    )
     if out is not None:
         typer.echo(f"predictions: {out}", err=True)

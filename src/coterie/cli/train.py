@@ -122,26 +122,20 @@ def _users(
 
     None where it is a peer, and the run is over.
     """
-    data, patience, changed = (
-        str(table.data),
-        where.timeout or 120.0,
-        {"device": cluster.here(how.device)},
-    )
+    patience, changed = where.timeout or 120.0, {"device": cluster.here(how.device)}
     if everyone:
         meeting = Meeting(patience)
-        columns = {name: value for name, value in table.settings().items() if name != "me"}
-        task, sizes, folder = mutual.meet(meeting, data, seed=how.seed, **columns)
+        task, sizes, folder = mutual.meet(meeting, table.settings(), seed=how.seed)
         return task, sizes, changed | {"engine": where.over(meeting), "out": how.out / folder}
     if where.engine == "torch":
         group = join(patience)
         if group.rank:
             _follow(group, table, how, where)
             return None
-        group, task, sizes = cluster.lead(
-            group, data, model=how.model, seed=how.seed, **table.settings()
-        )
+        settings = table.settings() | {"seed": how.seed}
+        group, task, sizes = cluster.lead(group, settings, model=how.model)
         return task, sizes, changed | {"engine": where.over(group)}
-    task = from_table(table.data, seed=how.seed, **table.settings())
+    task = from_table(seed=how.seed, **table.settings())
     return task, {peer.name: len(peer) for peer in task.peers}, {}
 
 
@@ -167,7 +161,7 @@ def _split_again(
     """Return the task with user 0's rows split in another way, and the rule for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is told of a table is told once
-        task = from_table(table.data, seed=how.seed + k, **table.settings())
+        task = from_table(seed=how.seed + k, **table.settings())
     return task, rule.build(
         RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps)
     )
@@ -176,9 +170,7 @@ def _split_again(
 def _follow(group: Group, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
-    part = functools.partial(
-        cluster.part_of, group, str(table.data), *whose, sep=table.sep, decimal=table.decimal
-    )
+    part = functools.partial(cluster.part_of, group, table.data, *whose, form=table)
     cluster.follow(group, part, how.model, how.device, secure_sums=where.secure_sums)
 
 

@@ -10,19 +10,23 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coterie.arguments import instance, listed, one_of, optional
 from coterie.data.columns import (
+    AS_DATES,
     MAX_CLASSES,
     check_features,
     check_numbers,
     check_target,
+    parts_of_dates,
     weights_in,
+    with_dates,
     with_numbers,
 )
 from coterie.data.preparation import Kind, Preparation
-from coterie.data.reading import few_of, read_table
-from coterie.errors import DataError
+from coterie.data.reading import FileForm, no_column, read_table
+from coterie.errors import DataError, did_you_mean, few_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +44,12 @@ class Roles:
     categorical: tuple[str, ...] = ()
     ids: str | None = None
     weights: str | None = None
+    dates: tuple[str, ...] = ()  # whose parts are among the features
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """What a preparation is told of them."""
+        return {"ids": self.ids, "weights": self.weights, "dates": self.dates}
 
 
 def roles_in(
@@ -50,6 +60,7 @@ def roles_in(
     features: Sequence[str] | None = None,
     drop: Sequence[str] = (),
     categorical: Sequence[str] = (),
+    dates: Sequence[str] = (),
     ids: str | None = None,
     weights: str | None = None,
 ) -> Roles:
@@ -64,12 +75,12 @@ def roles_in(
         ('age',)
     """
     wanted, dropped = optional(_NAMES)("features", features), _NAMES("drop", drop)
-    categories = _NAMES("categorical", categorical)
+    categories, with_parts = _NAMES("categorical", categorical), _NAMES("dates", dates)
     other = {"user_column": user_column, "target": target, "ids": ids, "weights": weights}
     taken = {column: role for role, column in other.items() if column is not None}
-    for column in (*taken, *(wanted or ()), *dropped, *categories):
+    for column in (*taken, *(wanted or ()), *dropped, *categories, *with_parts):
         if column not in frame.columns:
-            raise DataError(f"the table has no column {column!r}; it has {few_of(frame.columns)}")
+            raise no_column(column, frame.columns)
     if len(taken) < sum(column is not None for column in other.values()):
         twice = next(
             c for c in taken if sum(c == other_column for other_column in other.values()) > 1
@@ -80,6 +91,7 @@ def roles_in(
         ("features", wanted or ()),
         ("drop", dropped),
         ("categorical", categories),
+        ("dates", with_parts),
     ):
         for column in columns:
             if column in taken:
@@ -102,9 +114,15 @@ def roles_in(
         raise DataError(
             "no column is left to predict from; name some in `features`, or fewer in `drop`"
         )
-    if lost := [column for column in categories if column not in kept]:
-        raise DataError(f"`categorical` names {lost[0]!r}, which is no feature; it has no effect")
-    return Roles(user_column, target, kept, categories, ids, weights)
+    others = tuple(column for column in kept if column not in with_parts)
+    for option, columns, there in (
+        ("categorical", categories, others),
+        ("dates", with_parts, kept),
+    ):
+        if lost := [column for column in columns if column not in there]:
+            raise DataError(f"`{option}` names {lost[0]!r}, which is no feature; it has no effect")
+    kept = others + parts_of_dates(with_parts)
+    return Roles(user_column, target, kept, categories, ids, weights, with_parts)
 
 
 @dataclass(frozen=True)
@@ -129,18 +147,17 @@ class CheckedTable:
 def checked_table(
     data: pd.DataFrame | Path | str,
     *,
+    form: FileForm | None = None,
     kind: Kind | Literal["auto"] = "auto",
     me: str | None = None,
     leave_out: Sequence[object] = (),
     elsewhere: Sequence[Any] = (),
-    sep: str = ",",
-    decimal: str = ".",
     prepared: bool = False,
     **columns: Any,
 ) -> CheckedTable:
     """Read a table and check its columns.
 
-    See `from_table`. `prepared`: the features were checked before.
+    See `from_table`. `form`: how the file is written. `prepared`: the features were checked before.
 
     What is wrong with the rows of `me` is an error; others are left out for it.
     """
@@ -148,14 +165,16 @@ def checked_table(
 
     one_of("auto", "classification", "regression")("kind", kind)
     user = columns.get("user_column")
-    names = [user] if isinstance(user, str) else []  # what else it may be is refused below
-    frame = read_table(data, sep=sep, decimal=decimal, as_written=names)
+    # what else it may be is refused below
+    of_user: dict[str, Any] = {"user_column": user} if isinstance(user, str) else {}
+    frame = read_table(data, **of_user, **(form.form if form else {}))
     roles = roles_in(frame, **columns)
     rows = _by_user(frame, roles, me, [str(name) for name in leave_out], is_file=data is not frame)
     numeric = _has_numbers(rows if me is None else {me: rows[me]}, roles.target)
     usable, left_out = {}, {}
     for name, own_rows in rows.items():
         try:
+            own_rows = with_dates(own_rows, roles.dates)  # noqa: PLW2901  # with more columns
             _check_complete(own_rows, roles.target, "drop the rows without a target")
             if roles.weights is not None:
                 weights_in(own_rows, roles.weights)
@@ -200,7 +219,7 @@ def _by_user(
     _check_complete(frame, roles.user, "say whose each row is")
     names = frame[roles.user].astype(str)
     check_users(names, roles.user, me, leave_out)
-    columns = [*roles.features, roles.target]
+    columns = [each for each in (*roles.features, roles.target) if each in frame.columns]
     by_user = {}
     for name, rows in frame[~names.isin(leave_out)].groupby(names, sort=False):
         # a text in another user's row makes the whole column of a file text
@@ -222,9 +241,9 @@ def check_users(
     there = set(there)
     for option, name in (("me", me), *(("leave_out", name) for name in leave_out)):
         if name is not None and name not in there:
-            users = few_of(sorted(there))
+            users, hint = few_of(sorted(there)), did_you_mean(name, there)
             raise DataError(
-                f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}"
+                f"`{option}` names no user: column {user_column!r} has {users}, got {name!r}{hint}"
             )
     if me in leave_out:
         raise DataError(f"`leave_out` names {me!r}, who is user 0; name others")
@@ -263,6 +282,8 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
     )
 
 
+LEAST_COPIES, MORE = 3, 5
+"""From so many common rows on, and so many times as many pairs as by chance, they are copies."""
 LEAST_ROWS = 20
 """With fewer rows values may all differ, or tell the target, by chance."""
 CROWDED = 5
@@ -276,24 +297,92 @@ MOST_ROWS = 2000
 def warn_of_suspicious(
     frame: pd.DataFrame, training: pd.DataFrame, target: str, preparation: Preparation
 ) -> None:
-    """Warn of features that look like ids or dates in the table, or like the target in the training rows."""
+    """Warn of features that look like ids or dates, or like the target.
+
+    The last is tried on user 0's training rows, and on all rows: where nearly all of user 0's are
+    of one class a column that tells it stands out elsewhere only.
+    """
     features = [*preparation.numeric, *preparation.categorical]
     for column in features:
         looks = looks_like_an_id(frame[column]) or looks_like_a_date(frame[column])
         if looks:
-            remedy = f"if it is, leave it out: {_dropping(column)}"
-            remedy += (
-                f", or carry it along: `ids={column!r}` (`--id {quote(column)}`)"
+            remedy = f"if it is, leave it out: {_dropping(column)}, or " + (
+                f"carry it along: `ids={column!r}` (`--id {quote(column)}`)"
                 if "id" in looks.split()
-                else ""
+                else f"predict from its parts: {AS_DATES.format(column, quote(column))}"
             )
             warnings.warn(f"column {column!r} looks like {looks}; {remedy}", stacklevel=3)
-    for column, share in leaking(training, target, preparation):
+    own = dict(leaking(training, target, preparation))
+    for column, share in (dict(leaking(frame, target, preparation)) | own).items():
+        where = "the training" if column in own else "the table's"
         warnings.warn(
-            f"column {column!r} alone tells {target!r} in {share:.0%} of the training rows; if it"
+            f"column {column!r} alone tells {target!r} in {share:.0%} of {where} rows; if it"
             f" is known afterwards only, leave it out: {_dropping(column)}",
             stacklevel=3,
         )
+
+
+def copies_among(theirs: pd.DataFrame, own: pd.DataFrame) -> NDArray[np.bool_]:
+    """Say which of a user's rows are another's too, by their features; none where that may be chance.
+
+    How often rows are alike by chance is told by those of one user: with features of few values
+    many are. Pairs that both have count where there are more than `MORE` times as many.
+
+    Example:
+        >>> import pandas as pd
+        >>> own = pd.DataFrame({"age": np.arange(40.0)})
+        >>> copies_among(pd.DataFrame({"age": np.arange(30.0, 70.0)}), own).sum()
+        np.int64(10)
+        >>> copies_among(own.round(-1), own.round(-1)).sum()
+        np.int64(0)
+    """
+    import pandas as pd
+
+    both = [pd.util.hash_pandas_object(rows, index=False) for rows in (theirs, own)]
+    counts = [hashes.value_counts() for hashes in both]
+    pairs = float(counts[0].mul(counts[1], fill_value=0).sum())
+    alike = sum(float((each * (each - 1)).sum()) / 2 for each in counts)
+    possible = sum(len(hashes) * (len(hashes) - 1) / 2 for hashes in both)
+    by_chance = len(theirs) * len(own) * (alike + 1) / max(possible, 1.0)
+    there = both[0].isin(both[1]).to_numpy()
+    return there if there.sum() >= LEAST_COPIES and pairs > MORE * by_chance else there & False
+
+
+def without_copies(
+    theirs: pd.DataFrame, own: pd.DataFrame, target: str, preparation: Preparation
+) -> tuple[pd.DataFrame, str]:
+    """Return a peer's rows without those that are user 0's, and what is said of these, "" of none."""
+    copies = copies_among(preparation.tidied(theirs), preparation.tidied(own))
+    if not copies.any():
+        return theirs, ""
+    with_target = copies_among(
+        *(preparation.tidied(rows).assign(t=rows[target].astype(str)) for rows in (theirs, own))
+    )
+    said = f"{copies.sum()} of its {len(theirs)} rows are user 0's"
+    same = int(with_target.sum())
+    return theirs[~copies], said + (
+        "" if same == copies.sum() else f", {same} with the same target"
+    )
+
+
+def warn_of_common_rows(rows: Mapping[str, pd.DataFrame], preparation: Preparation) -> None:
+    """Warn of users who have rows in common: each is trained with what the other is tested on."""
+    import pandas as pd
+
+    tidied: dict[Any, Any] = {name: preparation.tidied(each) for name, each in rows.items()}
+    hashes = pd.concat(
+        pd.DataFrame({"user": name, "row": pd.util.hash_pandas_object(each, index=False)})
+        for name, each in tidied.items()
+    ).drop_duplicates()
+    pairs = hashes.merge(hashes, on="row").query("user_x < user_y")
+    for (one, other), some in pairs.groupby(["user_x", "user_y"]):
+        if len(some) >= LEAST_COPIES and copies_among(tidied[one], tidied[other]).any():
+            warnings.warn(
+                f"the users {one!r} and {other!r} have {len(some)} rows in common, so that one is"
+                " tested on rows that the other trains with: what is said of both is too good;"
+                f" leave one out: `leave_out=[{other!r}]` (`--leave-out {quote(str(other))}`)",
+                stacklevel=3,
+            )
 
 
 def _dropping(column: str) -> str:
@@ -359,7 +448,7 @@ def looks_like_a_date(values: pd.Series[Any]) -> str:
 
 
 def leaking(
-    training: pd.DataFrame, target: str, preparation: Preparation
+    rows: pd.DataFrame, target: str, preparation: Preparation
 ) -> Iterator[tuple[str, float]]:
     """Yield the columns that tell the target by themselves, with the share of the rows in which they do.
 
@@ -369,7 +458,7 @@ def leaking(
     from sklearn.model_selection import cross_val_predict
     from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
-    rows = training.sample(min(len(training), MOST_ROWS), random_state=0)
+    rows = rows.sample(min(len(rows), MOST_ROWS), random_state=0)
     truth = preparation.targets(rows[target]).numpy().ravel()
     classes = preparation.kind == "classification"
     counts = np.unique(truth, return_counts=True)[1]

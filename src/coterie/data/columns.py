@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import DataError
+from coterie.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST = 0.5
 """Text of which more than this share are numbers, or dates, is no text by intention."""
+WORDS, LEAST_TEXTS = 4, 20
+"""From so many words in the mean on, and so many rows, text that mostly differs is free text."""
 MAX_CATEGORIES = 1000
 """A column with more different texts in user 0's training rows is refused.
 
@@ -32,6 +35,7 @@ COMMA = r"[-+]?\d{1,3}(?:[. ]?\d{3})*,\d+"
 DATE = r"(?:\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{2,4})(?:[ T].*)?"
 DECIMALS = "say `decimal=','` (`--decimal ,`)"
 AS_CATEGORIES = "or name it in `categorical`"
+AS_DATES = "`dates=[{!r}]` (`--dates {}`)"
 AS_CLASSES = 'or say `kind="classification"` (`--kind classification`)'
 
 
@@ -73,7 +77,10 @@ def weights_in(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
     import pandas as pd
 
     if column not in rows.columns:
-        raise DataError(f"the table has no column {column!r}, which says how much a row counts")
+        raise DataError(
+            f"the table has no column {column!r}, which says how much a row counts"
+            f"{did_you_mean(column, rows.columns)}"
+        )
     weights = pd.to_numeric(rows[column], errors="coerce").to_numpy(dtype=float, na_value=np.nan)
     bad = ~(np.isfinite(weights) & (weights >= 0))
     if bad.any():
@@ -104,6 +111,49 @@ def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
             if numbers.notna().any() and (numbers.notna() == frame[column].notna()).all():
                 changed[column] = numbers
     return frame.assign(**changed)
+
+
+def parts_of_dates(columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the features that columns of dates become.
+
+    Example:
+        >>> parts_of_dates(["seen"])
+        ('seen (year)', 'seen (month)', 'seen (weekday)', 'seen (days)')
+    """
+    parts = ("year", "month", "weekday", "days")
+    return tuple(f"{column} ({part})" for column in columns for part in parts)
+
+
+def with_dates(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Add to columns of dates the year and the days since 1970, numbers, and month and weekday, text.
+
+    A date is a text such as 2024-01-31 or 31.1.2024, a number such as 20240131, or a date already.
+
+    Example:
+        >>> import pandas as pd
+        >>> with_dates(pd.DataFrame({"seen": ["1970-01-02", None]}), ["seen"]).iloc[0, 2:].tolist()
+        ['January', 'Friday', np.float64(1.0)]
+    """
+    import pandas as pd
+
+    parts: dict[str, Any] = {}
+    for column in columns:
+        values, text = frame[column], frame[column].astype(str).str.strip()
+        days = text.str.split("[ T]").str[0].str.removesuffix(".0")
+        read = [
+            pd.to_datetime(days, format=form, errors="coerce")
+            for form in ("%Y-%m-%d", "%d.%m.%Y", "%Y%m%d")
+        ]
+        moments = read[0].fillna(read[1]).fillna(read[2])
+        if (bad := (moments.isna() & values.notna()).to_numpy()).any():
+            raise DataError(
+                f"column {column!r} should hold dates, but it is {first_in(values, bad)}; write"
+                " dates as 2024-01-31, 31.1.2024 or 20240131, and leave the unknown ones empty"
+            )
+        since = (moments - pd.Timestamp(0)) / pd.Timedelta(days=1)
+        each = moments.dt.year, moments.dt.month_name(), moments.dt.day_name(), since
+        parts |= dict(zip(parts_of_dates([column]), each, strict=True))
+    return frame.assign(**parts)
 
 
 def check_features(
@@ -183,15 +233,25 @@ def _check_text(values: pd.Series[Any], otherwise: str) -> None:
         raise DataError(f"{problem}; {DECIMALS}, write them with points, {otherwise}")
     elif dates.sum() > MOST * count:
         problem = f"{about} holds dates as text: {first_in(values, dates)}"
-        raise DataError(
-            f"{problem}; turn them into numbers, leave the column out (`drop`), {otherwise}"
-        )
+        parts = AS_DATES.format(values.name, quote(str(values.name)))
+        remedy = f"predict from their parts: {parts}, leave the column out (`drop`)"
+        raise DataError(f"{problem}; {remedy}, {otherwise}")
     elif numbers.sum() > MOST * count:
         stray = first_in(values, there & ~numbers)
         problem = f"{about} holds numbers in {numbers.sum()} of {count} rows, but it is {stray}"
-        raise DataError(
-            f"{problem}; correct it, leave it empty where the value is unknown, {otherwise}"
-        )
+        text_at = str(values[there & ~numbers].iloc[0])
+        unknown = f"or where the value is unknown say `na_values={text_at!r}` "
+        unknown += f"(`--na-values {quote(text_at)}`)"
+        raise DataError(f"{problem}; correct it, leave it empty, {unknown}, {otherwise}")
+    elif count >= LEAST_TEXTS and text[there].nunique() > MOST * count:
+        words = text[there].str.count(r"\S+")
+        if words.mean() >= WORDS:
+            problem = f"{about} holds free text, of {words.mean():.0f} words in the mean: "
+            problem += first_in(values, there)
+            raise DataError(
+                f"{problem}; leave the column out (`drop`), put numbers in its place (a count, a"
+                f" score, an embedding), {otherwise}"
+            )
 
 
 def first_in(values: pd.Series[Any], which: np.ndarray[Any, Any]) -> str:

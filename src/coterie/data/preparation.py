@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -13,8 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data.columns import MAX_CATEGORIES, as_category, first_in, weights_in
-from coterie.errors import DataError, FileError
+from coterie.data.columns import (
+    AS_DATES,
+    MAX_CATEGORIES,
+    as_category,
+    first_in,
+    parts_of_dates,
+    weights_in,
+    with_dates,
+)
+from coterie.errors import DataError, FileError, did_you_mean
 from coterie.recording import files
 
 if TYPE_CHECKING:
@@ -27,6 +35,9 @@ MAX_DEVIATIONS = 10.0
 
 A peer's may lie far outside.
 """
+
+
+TUPLES = ("numeric", "categorical", "classes", "dates")
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class Preparation:
         scale: the spread of the target, in regression.
         ids: the column that tells rows apart, which predictions carry along.
         weights: the column that says how much a row counts in the loss.
+        dates: columns of dates, whose parts are among the others.
     """
 
     numeric: tuple[str, ...]
@@ -56,6 +68,7 @@ class Preparation:
     scale: float = 1.0
     ids: str | None = None
     weights: str | None = None
+    dates: tuple[str, ...] = ()
 
     @classmethod
     def fit(
@@ -113,21 +126,26 @@ class Preparation:
 
     def inputs(self, rows: pd.DataFrame) -> Tensor:
         """Return rows as inputs, of shape (rows, n_inputs)."""
-        if missing := [
-            column for column in (*self.numeric, *self.categorical) if column not in rows.columns
-        ]:
-            raise DataError(
-                f"the table has no column {missing[0]!r}, which the model was trained with"
-            )
-        prepared = self.transformer.transform(tidy(rows, self.numeric, self.categorical))
+        prepared = self.transformer.transform(self.tidied(rows))
         return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+
+    def tidied(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Return the features of rows as floats and texts."""
+        parts = parts_of_dates(self.dates)
+        for column in (*self.dates, *self.numeric, *self.categorical):
+            if column not in rows.columns and column not in parts:
+                hint = did_you_mean(column, rows.columns)
+                raise DataError(
+                    f"the table has no column {column!r}, which the model was trained with{hint}"
+                )
+        return tidy(with_dates(rows, self.dates), self.numeric, self.categorical)
 
     def unfamiliar(self, rows: pd.DataFrame) -> list[str]:
         """Say which columns hold what training did not see.
 
         Other categories, numbers that are cut.
         """
-        told, tidied = [], tidy(rows, self.numeric, self.categorical)
+        told, tidied = [], self.tidied(rows)
         prepared = self.transformer.transform(tidied)[:, : len(self.numeric)]
         for column, numbers in zip(self.numeric, prepared.T, strict=True):
             if far := int((np.abs(numbers) > MAX_DEVIATIONS).sum()):
@@ -170,6 +188,7 @@ class Preparation:
             known = ", ".join(map(repr, self.classes[:12]))
             raise DataError(
                 f"column {values.name!r} has the class {unknown[0]!r}; the classes are {known}"
+                f"{did_you_mean(unknown[0], self.classes)}"
             )
         return torch.tensor([number[value] for value in values.tolist()])
 
@@ -226,9 +245,8 @@ class Preparation:
         """Return it as what JSON can hold, and can be read without running code."""
         import skops.io
 
-        names = ("numeric", "categorical", "kind", "classes", "centre", "scale", "ids", "weights")
         transformer = skops.io.dumps(self.transformer, compression=zipfile.ZIP_DEFLATED)
-        plain = {name: getattr(self, name) for name in names}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return plain | {"transformer": base64.b64encode(transformer).decode()}
 
     @classmethod
@@ -236,7 +254,11 @@ class Preparation:
         """Return the preparation that `to_plain` gave."""
         import skops.io
 
-        tuples = {name: tuple(plain[name]) for name in ("numeric", "categorical", "classes")}
+        tuples = {
+            each.name: tuple(plain.get(each.name, ()))
+            for each in fields(cls)
+            if each.name in TUPLES
+        }
         transformer = skops.io.loads(
             base64.b64decode(plain["transformer"]), trusted=["numpy.dtype"]
         )
@@ -263,10 +285,10 @@ def kinds_of(
     other = tuple(c for c in rows.columns if c not in numeric)
     for column in other:
         if rows[column].dtype.kind in "mM":
-            held = "dates" if rows[column].dtype.kind == "M" else "durations"
-            raise DataError(
-                f"column {column!r} holds {held}; turn them into numbers, or leave it out (`drop`)"
-            )
+            dates = rows[column].dtype.kind == "M"
+            held = "dates" if dates else "durations"
+            remedy = AS_DATES.format(column, column) if dates else "turn them into numbers"
+            raise DataError(f"column {column!r} holds {held}; {remedy}, or leave it out (`drop`)")
     return numeric, other
 
 

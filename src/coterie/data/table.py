@@ -11,18 +11,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from coterie.arguments import COUNT, SEED, optional, real
+from coterie.arguments import COUNT, SEED, Setting, optional, real, takes_fields_of
 from coterie.data.checking import (
     CheckedTable,
     check_classes,
     checked_table,
     reasons,
+    warn_of_common_rows,
     warn_of_suspicious,
+    without_copies,
 )
 from coterie.data.preparation import Kind, Preparation, classes_of
+from coterie.data.reading import FileForm
 from coterie.data.statistics import Statistics
 from coterie.errors import DataError
 from coterie.users.sampling import random_key
@@ -49,7 +52,7 @@ class Task:
     n_outputs: int
 
 
-SHARE = replace(real("be above 0 and below 1", lambda share: 0 < share < 1), error=DataError)
+PART = replace(real("be above 0 and below 1", lambda share: 0 <= share < 1), error=DataError)
 """A share of a user's rows."""
 
 
@@ -70,61 +73,119 @@ class TableTask(Task):
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def from_table(
-    data: pd.DataFrame | Path | str,
-    *,
-    user_column: str,
-    target: str,
-    me: object,
-    features: Sequence[str] | None = None,
-    drop: Sequence[str] = (),
-    categorical: Sequence[str] = (),
-    ids: str | None = None,
-    weights: str | None = None,
-    kind: Kind | Literal["auto"] = "auto",
-    leave_out: Sequence[object] = (),
-    own_examples: int | None = None,
-    validation: float = 0.2,
-    test: float = 0.2,
-    seed: int = 0,
-    sep: str = ",",
-    decimal: str = ".",
-    elsewhere: Sequence[Any] = (),
-    preparation: Preparation | None = None,
-) -> TableTask:
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(FileForm):
+    """What users are made of: a table, and what its columns are for."""
+
+    data: Annotated[
+        Any,
+        Setting(
+            "A CSV or Parquet file or, in Python, a DataFrame; {user} in its name for a file each."
+        ),
+    ] = field(kw_only=False)
+    user_column: Annotated[str, Setting("The column that says whose row it is.")]
+    target: Annotated[str, Setting("The column to predict.")]
+    features: Annotated[
+        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
+    ] = None
+    drop: Annotated[
+        Sequence[str],
+        Setting("Columns not to predict from, such as what is known afterwards only."),
+    ] = ()
+    categorical: Annotated[
+        Sequence[str],
+        Setting("Columns of numbers to treat as categories; text always is one."),
+    ] = ()
+    dates: Annotated[
+        Sequence[str],
+        Setting("Columns of dates, which become four: year, month, weekday, and days since 1970."),
+    ] = ()
+    ids: Annotated[
+        str | None,
+        Setting(
+            "The column that tells rows apart: not predicted from, and written beside every"
+            " prediction."
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        Setting(
+            "The column that says how much a row counts in the loss, of training, validation and"
+            " test."
+        ),
+    ] = None
+    kind: Annotated[
+        Kind | Literal["auto"],
+        Setting(
+            "What the target is; auto tells by its values: text, booleans and up to 20 different"
+            " whole numbers are classes."
+        ),
+    ] = "auto"
+    leave_out: Annotated[Sequence[object], Setting("Users to take no notice of.")] = ()
+    own_examples: Annotated[
+        int | None,
+        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
+    ] = None
+    validation: Annotated[
+        float | None,
+        Setting(
+            "Share of the own rows held out to choose the best model; 0, or None, for none.",
+            optional(PART),
+        ),
+    ] = 0.2
+    test: Annotated[float, Setting("Share held out for the final report.", PART)] = 0.2
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Which shares of a user's rows are held out, for validation and for test."""
+        return self.validation or 0.0, self.test
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What the columns are for, as `roles_in` takes it."""
+        names = ("user_column", "target", "features", "drop", "categorical", "dates")
+        return {name: getattr(self, name) for name in (*names, "ids", "weights")}
+
+    def checked(self, **about: Any) -> CheckedTable:
+        """Return the table, whose columns are checked."""
+        return checked_table(
+            self.data, form=self, kind=self.kind, leave_out=self.leave_out, **about, **self.columns
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneUserSettings(TableSettings):
+    """What user 0 and its peers are made of."""
+
+    me: Annotated[object, Setting("Which user is user 0.")]
+    elsewhere: Annotated[
+        Sequence[Any],
+        Setting("Different targets of users who are not in the table, for the list of classes."),
+    ] = ()
+    preparation: Annotated[
+        Preparation | None,
+        Setting(
+            "One fitted before, which others hold too; fitted to user 0's training rows if left"
+            " out."
+        ),
+    ] = None
+    seed: Annotated[int, Setting("Which rows are held out.", SEED)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.test:
+            raise DataError(f"`test` must {PART.words}, got {self.test}")
+
+
+@takes_fields_of(OneUserSettings)
+def from_table(settings: OneUserSettings) -> TableTask:
     """Return user 0 and its peers from a table with one row an example.
 
     User 0's rows are split into training, validation and test. Medians, means, spreads and
     categories are those of user 0's training rows only, since a user may see no others; a column
     without a value there is dropped. Only the list of classes comes from the whole table. A peer
-    whose rows cannot be used is left out with a warning; others warn of columns that look like ids,
-    dates or the target itself.
-
-    Args:
-        data: a DataFrame, or the path of a CSV or Parquet file.
-        user_column: the column with the name of each row's user.
-        target: the column to predict.
-        me: which user is user 0.
-        features: the columns to predict from; all others when None.
-        drop: columns not to predict from.
-        categorical: columns of numbers to treat as categories; text always is one.
-        ids: a column that tells rows apart: it is not predicted from, and predictions carry it
-            along.
-        weights: a column that says how much a row counts in the loss, of training, validation and
-            test.
-        kind: "classification" or "regression"; "auto" decides by the target: text, booleans and up
-            to 20 distinct whole numbers are classes.
-        leave_out: users to ignore.
-        own_examples: how many rows user 0 trains on, at most; all that are not held out when None.
-        validation: the share of user 0's rows held out to choose the best model; 0 for none.
-        test: the share held out to report on.
-        seed: which rows those are.
-        sep: what is between the columns of a CSV file, "tab" for a tab.
-        decimal: the decimal mark of a CSV file.
-        elsewhere: different targets of users whose rows are not in this table, for the list of
-            classes.
-        preparation: one fitted before, which others hold too; fitted to user 0's training rows when
-            None.
+    whose rows cannot be used is left out with a warning, and so are a peer's copies of user 0's
+    rows; others warn of columns that look like ids, dates or the target itself.
 
     Example:
         >>> import pandas as pd
@@ -133,49 +194,66 @@ def from_table(
         >>> task.me, task.peers, task.preparation.kind
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
-    SEED("seed", seed)
-    shares = SHARE("validation", validation) if validation else 0.0, SHARE("test", test)
-    columns: dict[str, Any] = {
-        "user_column": user_column,
-        "target": target,
-        "features": features,
-        "drop": drop,
-    }
-    columns |= {"categorical": categorical, "ids": ids, "weights": weights}
-    form: dict[str, Any] = {"kind": kind, "leave_out": leave_out, "elsewhere": elsewhere}
-    form |= {"sep": sep, "decimal": decimal, "prepared": preparation is not None}
-    table = checked_table(data, me=str(me), **form, **columns)
-    own = table.rows[str(me)]
-    split: dict[str, Any] = {"own_examples": own_examples, "seed": seed, "weights": weights}
-    parts = split_rows(own, target, table.kind, shares, **split)
+    import pandas as pd
+
+    me, target, preparation = str(settings.me), settings.target, settings.preparation
+    table = settings.checked(me=me, elsewhere=settings.elsewhere, prepared=preparation is not None)
+    own = table.rows[me]
+    parts = split_rows(
+        own,
+        target,
+        table.kind,
+        settings.shares,
+        own_examples=settings.own_examples,
+        seed=settings.seed,
+        weights=settings.weights,
+    )
     if preparation is None:
         features_of, targets = parts[0][list(table.roles.features)], parts[0][target]
         preparation = Preparation.fit(
             features_of, targets, table.targets, table.kind, table.roles.categorical
         )
-        preparation = replace(preparation, ids=ids, weights=weights)
-        warn_of_suspicious(table.every, parts[0], target, preparation)
-    mine = user_of(str(me), parts, target, preparation)
-    peers, left_out = _peers(table, mine.name, preparation)
+        preparation = replace(preparation, **table.roles.carried)
+    mine = user_of(me, parts, target, preparation)
+    peers, left_out, copies = _peers(table, own, preparation)
+    if settings.preparation is None:
+        there = pd.concat([own, *(table.rows[peer.name] for peer in peers)])
+        warn_of_suspicious(there, parts[0], target, preparation)
     for name, why in left_out.items():
         warnings.warn(f"the peer {name!r} is left out: {why}", stacklevel=2)
+    for name, said in copies.items():
+        warnings.warn(
+            f"of the peer {name!r}, {said}: these are left out; if it is a copy, leave out the peer"
+            f" (`--leave-out {quote(name)}`)",
+            stacklevel=2,
+        )
     sizes = preparation.n_inputs, preparation.n_outputs
-    return TableTask(mine, peers, *sizes, preparation, target, parts[2], left_out)
+    told = left_out | {name: f"in part: {said}" for name, said in copies.items()}
+    return TableTask(mine, peers, *sizes, preparation, target, parts[2], told)
 
 
 def _peers(
-    table: CheckedTable, me: str, preparation: Preparation
-) -> tuple[tuple[User, ...], dict[str, str]]:
-    """Return everybody else with all of its rows, and who is left out because its rows cannot be used, with why."""
+    table: CheckedTable, own: pd.DataFrame, preparation: Preparation
+) -> tuple[tuple[User, ...], dict[str, str], dict[str, str]]:
+    """Return everybody else with all rows that are no copies of user 0's.
+
+    And who is left out because its rows cannot be used, and what is said of copies.
+    """
     target, peers, left_out = table.roles.target, [], dict(table.left_out)
-    for name, rows in table.rows.items():
+    copies: dict[str, str] = {}
+    for name, every in table.rows.items():
+        if every is own:
+            continue
         try:
-            if name != me:
-                check_classes(rows[target], table.kind)
-                peers.append(User(name, *preparation.examples(rows, target)))
+            rows, said = without_copies(every, own, target, preparation)
+            if rows.empty:
+                raise DataError(said)  # noqa: TRY301  # which is why it is left out
+            check_classes(rows[target], table.kind)
+            peers.append(User(name, *preparation.examples(rows, target)))
+            copies |= {name: said} if said else {}
         except DataError as error:
             left_out[name] = str(error)
-    return tuple(peers), left_out
+    return tuple(peers), left_out, copies
 
 
 def split_rows(
@@ -193,7 +271,6 @@ def split_rows(
 
     All have weight.
     """
-    own_examples = optional(COUNT)("own_examples", own_examples)
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
@@ -273,54 +350,24 @@ class TableUsers:
         return self.preparation.n_outputs
 
 
-def users_from_table(
-    data: pd.DataFrame | Path | str,
-    *,
-    user_column: str,
-    target: str,
-    features: Sequence[str] | None = None,
-    drop: Sequence[str] = (),
-    categorical: Sequence[str] = (),
-    ids: str | None = None,
-    weights: str | None = None,
-    kind: Kind | Literal["auto"] = "auto",
-    leave_out: Sequence[object] = (),
-    own_examples: int | None = None,
-    validation: float = 0.2,
-    test: float = 0.2,
-    seed: int = 0,
-    sep: str = ",",
-    decimal: str = ".",
-    suspect: bool = True,
-) -> TableUsers:
+@dataclass(frozen=True, kw_only=True)
+class AllUsersSettings(TableSettings):
+    """What all users of a table are made of."""
+
+    suspect: Annotated[
+        bool, Setting("Warn of columns that look like ids, dates or the target itself.")
+    ] = True
+    seed: Annotated[int, Setting("Which rows are held out.", SEED)] = 0
+
+
+@takes_fields_of(AllUsersSettings)
+def users_from_table(settings: AllUsersSettings) -> TableUsers:
     """Return all users of a table, each with training, validation and test rows of its own.
 
     Everybody's rows are split as `from_table` splits user 0's, and all are prepared in one way,
-    which is stated to
-    all: by sums, sums of squares about the mean and counts of the users' training rows, which is
-        all that they tell
-    each other of them. Missing numbers become the mean of all. A user who has too few rows, or rows
-    of one class, is left out with a warning.
-
-    Args:
-        data: a DataFrame, or the path of a CSV or Parquet file.
-        user_column: the column with the name of each row's user.
-        target: the column to predict.
-        features: the columns to predict from; all others when None.
-        drop: columns not to predict from.
-        categorical: columns of numbers to treat as categories; text always is one.
-        ids: as in `from_table`, and so are the next two.
-        weights: a column that says how much a row counts.
-        kind: what the target is.
-        leave_out: users to ignore.
-        own_examples: how many rows each user trains on, at most; all that are not held out when
-            None.
-        validation: the share of each user's rows held out to choose its best model.
-        test: the share held out to report on; none where it is 0.
-        seed: which rows those are.
-        sep: what is between the columns of a CSV file, "tab" for a tab.
-        decimal: the decimal mark of a CSV file.
-        suspect: warn of columns that look like ids, dates or the target itself.
+    which follows from sums, sums of squares about the mean and counts of the users' training rows:
+    all that they tell each other of them. Missing numbers become the mean of all. A user who has
+    too few rows, or rows of one class, is left out with a warning.
 
     Example:
         >>> import pandas as pd
@@ -331,27 +378,17 @@ def users_from_table(
     """
     import pandas as pd
 
-    SEED("seed", seed)
-    shares = (
-        SHARE("validation", validation) if validation else 0.0,
-        SHARE("test", test) if test else 0.0,
-    )
-    columns: dict[str, Any] = {
-        "user_column": user_column,
-        "target": target,
-        "features": features,
-        "drop": drop,
-    }
-    columns |= {"categorical": categorical, "ids": ids, "weights": weights}
-    table = checked_table(data, kind=kind, leave_out=leave_out, sep=sep, decimal=decimal, **columns)
-    parts, left_out = _split(table, shares, own_examples, seed)
+    target, shares = settings.target, settings.shares
+    table = settings.checked()
+    parts, left_out = _split(table, shares, settings.own_examples, settings.seed)
     if not parts:
         raise DataError(f"nobody can learn from this table; {reasons(left_out)}")
     for name, reason in left_out.items():
         warnings.warn(f"the user {name!r} is left out: {reason}", stacklevel=2)
     trainings = [training for training, *_ in parts.values()]
-    prepare = replace(_prepared_alike(table, trainings), ids=ids, weights=weights)
-    if suspect:
+    prepare = replace(_prepared_alike(table, trainings), **table.roles.carried)
+    if settings.suspect:
+        warn_of_common_rows({name: table.rows[name] for name in parts}, prepare)
         warn_of_suspicious(table.every, pd.concat(trainings), target, prepare)
     users = tuple(user_of(name, rows, target, prepare) for name, rows in parts.items())
     tested_rows = {name: tested for name, (*_, tested) in parts.items()}

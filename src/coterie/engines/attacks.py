@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.engine import Capabilities, Engine
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, did_you_mean
 from coterie.gradients.gradients import Gradients, keep_finite
 from coterie.recording.configuration import describe
 from coterie.recording.costs import Traffic
@@ -206,6 +206,7 @@ class Attacked:
         if unknown := [name for name in self.attackers if name not in self.names]:
             raise KnobError(
                 f"`attackers` names an unknown peer {unknown[0]!r}; the peers are {self.names}"
+                f"{did_you_mean(unknown[0], self.names)}"
             )
 
     @property

@@ -14,7 +14,7 @@ from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.recording.costs import Traffic
 from coterie.users.user import PEERS, Loss, User
@@ -70,6 +70,7 @@ class PrivatePeers(Remote):
         if unknown := [name for name in self.privacy if name not in names]:
             raise KnobError(
                 f"`privacy` names an unknown peer {unknown[0]!r}; the peers are {', '.join(names)}"
+                f"{did_you_mean(unknown[0], names)}"
             )
         for promise in self.privacy.values():
             if promise.batch_size not in (None, batch_size):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.data import Preparation, read_table
+from coterie.data.reading import FileForm
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
@@ -149,7 +150,7 @@ def set_up(
     Where everyone trains user 0 has a kit too, which is accepted, and the folder beside it is the
     server's alone. `columns` are `kind`, `categorical`, `drop` and `ids` of `from_table`.
     """
-    rows = read_table(settings.data.table)
+    rows = read_table(settings.data.table, **settings.data.form)
     task = lead_task(rows, settings, **columns)
     preparation = task.preparation
     model = models.build(settings.model.name, task.n_inputs, task.n_outputs)
@@ -342,4 +343,9 @@ def _lines(part: Data | Model | Training) -> str:
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if value not in (None, "", {})}
+    usual = vars(FileForm())
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if value not in (None, "", {}) and (name not in usual or value != usual[name])
+    }

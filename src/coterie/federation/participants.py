@@ -10,12 +10,11 @@ from torch import nn
 
 from coterie.data import Preparation, from_table, read_table
 from coterie.data.columns import as_category, check_names
-from coterie.data.reading import few_of
 from coterie.data.table import TableTask
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.responder import Responder
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, did_you_mean, few_of
 from coterie.federation.settings import FILE, Data, LeadSettings, Model, SiteSettings, site_settings
 from coterie.tables import models
 from coterie.users.sampling import one_thread
@@ -85,7 +84,7 @@ def lead_task(
     if settings.data.target not in rows.columns:
         raise DataError(
             f"{settings.data.table} has no column {settings.data.target!r} to predict; it has "
-            f"{', '.join(map(str, rows.columns))}"
+            f"{few_of(rows.columns)}{did_you_mean(settings.data.target, rows.columns)}"
         )
     column = "coterie: user"
     return from_table(
@@ -101,11 +100,11 @@ def lead_task(
 
 
 def _rows(folder: Path, data: Data) -> Any:
-    rows = read_table(folder / data.table)
+    rows = read_table(folder / data.table, **data.form)
     if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
         raise DataError(
             f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of"
-            f" {FILE}; it has {few_of(rows.columns)}"
+            f" {FILE}; it has {few_of(rows.columns)}{did_you_mean(absent[0], rows.columns)}"
         )
     rows = rows.rename(columns={here: ours for ours, here in data.columns.items()})
     check_names(rows.columns, f"{data.table}, with the names under [data.columns] of {FILE},")

@@ -22,6 +22,7 @@ from coterie.arguments import (
     one_of,
     optional,
 )
+from coterie.data.reading import FileForm
 from coterie.engines.peer import Caps
 from coterie.engines.rounding import Compress
 from coterie.errors import KnobError
@@ -57,7 +58,7 @@ NO_SUMS = (
 
 
 @dataclass(frozen=True)
-class Data:
+class Data(FileForm):
     """Where a participant's examples are: in a table, or what a loader returns."""
 
     table: Annotated[
@@ -84,9 +85,6 @@ class Data:
     own_examples: Annotated[
         int | None, Setting("Who trains only: how many rows to train on, at most.", optional(COUNT))
     ] = None
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fair import AFL, QFFL
 from coterie.methods.averaging.fedavg import FedAvg
@@ -124,7 +124,7 @@ def entry_of(name: str) -> Entry[Callable[..., Any]]:
         return METHODS.entry(name)
     raise KnobError(
         f"unknown rule {name!r}; the rules are {', '.join(RULES)}, and the methods"
-        f" {', '.join(METHODS)}"
+        f" {', '.join(METHODS)}{did_you_mean(name, [*RULES, *METHODS])}"
     )
 
 

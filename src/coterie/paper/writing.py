@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.paper.series import TRIALS, Series
 from coterie.paper.studies import STUDIES, Study
 from coterie.reporting.page import Lead, Section, write_page
@@ -25,7 +25,10 @@ def reproduce(names: Sequence[str], out: Path, *, seed: int = 0) -> Iterator[str
     """
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
-        raise KnobError(f"unknown figure {unknown[0]!r}; the figures are {', '.join(STUDIES)}")
+        hint = did_you_mean(unknown[0], STUDIES)
+        raise KnobError(
+            f"unknown figure {unknown[0]!r}; the figures are {', '.join(STUDIES)}{hint}"
+        )
     if out.exists() and not out.is_dir():
         raise KnobError(f"`out` must be a folder, {str(out)!r} is a file; name another")
     out.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coterie.aggregators import Aggregator
 from coterie.arguments import real
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 
 Knob: TypeAlias = float | Tensor | Callable[[int], float]
 """A number, or a function of the step.
@@ -104,6 +104,6 @@ def weights_over(
     if unknown:
         raise KnobError(
             f"`tau` names an unknown peer {unknown[0]!r}; the peers are"
-            f" {', '.join(map(repr, names))}"
+            f" {', '.join(map(repr, names))}{did_you_mean(unknown[0], names)}"
         )
     return {name: float(tau[name]) for name in names if tau.get(name)}

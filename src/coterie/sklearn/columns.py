@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.data.columns import check_names
-from coterie.data.reading import few_of
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, few_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Column: TypeAlias = str | int

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from coterie.choosing import Algorithm, Chooser, Mixture
 from coterie.data.preparation import Kind
-from coterie.data.reading import few_of
-from coterie.errors import DataError
+from coterie.errors import DataError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused

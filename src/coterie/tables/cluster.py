@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.data import Preparation, TableTask, from_table
 from coterie.data.checking import check_classes, check_users, distinct_targets
-from coterie.data.reading import read_rows, users_in
+from coterie.data.reading import FileForm, rank_file, read_rows, users_in
+from coterie.data.table import OneUserSettings
 from coterie.engines.torch_distributed.engine import serve
 from coterie.engines.torch_distributed.group import Group
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
@@ -28,31 +30,20 @@ if TYPE_CHECKING:
 
 
 def lead(
-    group: Group,
-    data: str,
-    *,
-    user_column: str,
-    target: str,
-    me: str,
-    model: str,
-    kind: str,
-    leave_out: Sequence[str] = (),
-    sep: str = ",",
-    decimal: str = ".",
-    **settings: Any,
+    group: Group, settings: Mapping[str, Any], *, model: str
 ) -> tuple[Group, TableTask, dict[str, int]]:
     """Read user 0's rows, agree with the peers, and return who takes part, user 0's task and each peer's rows.
 
     A peer whose rows cannot be used is left out with a warning.
 
-    In the name of the file `{rank}` becomes 0. The settings are passed on to
-    `coterie.data.from_table`.
+    The settings are those of `coterie.data.from_table`; in the name of the file `{rank}` becomes 0.
     """
-    path = data.format(rank=0)
-    if path == data:
-        check_users(
-            users_in(path, user_column, sep=sep, decimal=decimal), user_column, me, leave_out
-        )
+    table = OneUserSettings(**settings)
+    target, me, kind = table.target, str(table.me), table.kind
+    path = rank_file(table.data, 0)
+    if path == str(table.data):
+        there = users_in(path, table.user_column, table)
+        check_users(there, table.user_column, me, list(map(str, table.leave_out)))
     group.leave_note("table", {"target": target, "kind": kind})
     kinds: dict[str, Any] = {"name": str, "rows": int, "targets": list | None}
     refused: dict[int, str] = {}
@@ -64,15 +55,9 @@ def lead(
     if any(offer["targets"] is None for offer in offers.values()) and kind == "auto":
         kind = "regression"
     elsewhere = [value for offer in offers.values() for value in offer["targets"] or ()]
-    rows = read_rows(path, user_column, me, sep=sep, decimal=decimal)
-    settings |= {
-        "user_column": user_column,
-        "target": target,
-        "me": me,
-        "kind": kind,
-        "elsewhere": elsewhere,
-    }
-    task = from_table(rows, **settings)
+    rows = read_rows(path, table.user_column, me, table)
+    own: dict[str, Any] = {"data": rows, "kind": kind, "elsewhere": elsewhere}
+    task = from_table(**{**settings, **own, **FileForm().form, "leave_out": ()})
     group.leave_note("agreed", {"preparation": task.preparation.to_plain(), "model": model})
     peers = {
         rank: offer
@@ -192,22 +177,27 @@ def here(device: str) -> str:
 
 
 def part_of(
-    group: Group, data: str, user_column: str, me: str, leave_out: Sequence[str], **form: Any
+    group: Group,
+    data: Path | str,
+    user_column: str,
+    me: str,
+    leave_out: Sequence[object],
+    *,
+    form: FileForm,
 ) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this peer's are, and the rows.
 
     With `{rank}` in the name of the file, every rank has a file of its own, of one user. Otherwise
-    the users of the table but `me` are the ranks from 1 on, in the table's order. `form` is `sep`
-    and `decimal` of `read_table`.
+    the users of the table but `me` are the ranks from 1 on, in the table's order.
     """
-    path = data.format(rank=group.rank)
-    names = [name for name in users_in(path, user_column, **form) if name not in leave_out]
-    if path != data:
+    path = rank_file(data, group.rank)
+    names = [name for name in users_in(path, user_column, form) if name not in leave_out]
+    if path != str(data):
         if len(names) != 1:
             raise DataError(
                 f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}"
             )
-        return names[0], read_rows(path, user_column, names[0], **form)
+        return names[0], read_rows(path, user_column, names[0], form)
     peers = [name for name in names if name != me]
     if len(peers) != len(group.others):
         raise KnobError(
@@ -216,4 +206,4 @@ def part_of(
             " users out"
         )
     name = peers[group.rank - 1]
-    return name, read_rows(path, user_column, name, **form)
+    return name, read_rows(path, user_column, name, form)

@@ -10,8 +10,7 @@ import torch
 
 from coterie.arguments import SEED
 from coterie.data import TableUsers
-from coterie.data.reading import few_of
-from coterie.errors import DataError, FileError
+from coterie.errors import DataError, FileError, did_you_mean, few_of
 from coterie.everyone.folders import POOLED, folder_names
 from coterie.everyone.page import write_everyone_page
 from coterie.everyone.runs import Runs
@@ -148,6 +147,7 @@ def routed(
     if column not in rows.columns:
         raise DataError(
             f"the table has no column {column!r}, which says whose model each row goes to; add it"
+            f"{did_you_mean(column, rows.columns)}"
         )
     rows = rows.reset_index(drop=True)
     names = rows[column].astype(str).where(rows[column].notna(), "")

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from coterie.arguments import shown
 from coterie.data import Preparation
-from coterie.errors import FileError, ModelError
+from coterie.errors import FileError, ModelError, did_you_mean
 from coterie.evaluation.losses import PerExample
 from coterie.mixture.served import MixedPredictions, Predictor
 from coterie.recording import files
@@ -72,7 +72,9 @@ def _found(name: str) -> Factory:
         return BUILT_IN[name]
     module, colon, factory = name.partition(":")
     if not colon:
-        raise ModelError(f"unknown model {name!r}; choose linear, mlp, or module.path:factory")
+        raise ModelError(
+            f"unknown model {name!r}; choose linear, mlp, or module.path:factory{did_you_mean(name, BUILT_IN)}"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

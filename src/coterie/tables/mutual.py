@@ -6,9 +6,9 @@ rows, by which all prepare their rows alike, as `coterie.data.users_from_table` 
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from coterie.data import TableTask
 from coterie.data.checking import (
@@ -19,10 +19,10 @@ from coterie.data.checking import (
     warn_of_suspicious,
 )
 from coterie.data.columns import with_numbers
-from coterie.data.preparation import Kind, Preparation, classes_of
-from coterie.data.reading import read_rows, users_in
+from coterie.data.preparation import Preparation, classes_of
+from coterie.data.reading import rank_file, read_rows, users_in
 from coterie.data.statistics import Statistics
-from coterie.data.table import SHARE, split_at_most, user_of
+from coterie.data.table import TableSettings, split_at_most, user_of
 from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.place import Place
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost
@@ -34,34 +34,19 @@ if TYPE_CHECKING:
 
 
 def meet(
-    meeting: Meeting,
-    data: str,
-    *,
-    target: str,
-    kind: Kind | Literal["auto"],
-    own_examples: int | None,
-    validation: float,
-    test: float,
-    seed: int,
-    leave_out: Sequence[str] = (),
-    sep: str = ",",
-    decimal: str = ".",
-    **columns: Any,
+    meeting: Meeting, settings: Mapping[str, Any], *, seed: int
 ) -> tuple[TableTask, dict[str, int], str]:
     """Read this process's rows, agree with the others, and return its task, their sizes, and its folder's name.
 
     The size of another user is its number of training rows. In the name of the file `{rank}`
-    becomes this process's rank. The other settings are those of `coterie.data.users_from_table`.
+    becomes this process's rank. The settings are those of `coterie.data.users_from_table`.
     """
-    shares, columns = (
-        (SHARE("validation", validation), SHARE("test", test)),
-        columns | {"target": target},
-    )
-    name, rows = rows_of(
-        meeting.place, data, columns["user_column"], leave_out, sep=sep, decimal=decimal
-    )
+    asked = TableSettings(**{name: v for name, v in settings.items() if name != "me"})
+    target, kind, columns = asked.target, asked.kind, asked.columns
+    name, rows = rows_of(meeting.place, asked)
     check_target(rows, name, target)
-    rows = with_numbers(rows, [*roles_in(rows, **columns).features, target])
+    used = *roles_in(rows, **columns).features, target
+    rows = with_numbers(rows, [column for column in used if column in rows])
     mine = {"name": name, "targets": distinct_targets(rows[target], kind)}
     others = meeting.exchange("targets", mine, name=str, targets=list | None)
     told = [note["targets"] for note in (mine, *others.values())]
@@ -73,7 +58,9 @@ def meet(
         **columns,
     )
     how: dict[str, Any] = {"seed": seed, "name": name, "weights": table.roles.weights}
-    parts = split_at_most(table.rows[name], target, table.kind, shares, own_examples, **how)
+    parts = split_at_most(
+        table.rows[name], target, table.kind, asked.shares, asked.own_examples, **how
+    )
     preparation, examples = _prepared(meeting, table, parts[0])
     warn_of_suspicious(table.rows[name], parts[0], target, preparation)
     names = {rank: note["name"] for rank, note in others.items()}
@@ -104,35 +91,31 @@ def _prepared(
         note["statistics"] for _, note in sorted((others | {meeting.place.rank: mine}).items())
     ]
     classes = classes_of(table.targets) if table.kind == "classification" else ()
-    preparation = replace(
-        _added_up(everybodys).preparation(classes), ids=roles.ids, weights=roles.weights
-    )
+    preparation = replace(_added_up(everybodys).preparation(classes), **roles.carried)
     return preparation, {rank: note["examples"] for rank, note in others.items()}
 
 
-def rows_of(
-    place: Place, data: str, user_column: str, leave_out: Sequence[str], **form: Any
-) -> tuple[str, "pd.DataFrame"]:
+def rows_of(place: Place, asked: TableSettings) -> tuple[str, "pd.DataFrame"]:
     """Return whose rows this process's are, and the rows.
 
     With `{rank}` in the name of the file every rank has a file of its own, of one user. Otherwise
-    the ranks are the users of the table, in its order. `form` is `sep` and `decimal` of
-    `read_table`.
+    the ranks are the users of the table, in its order.
     """
-    path = data.format(rank=place.rank)
-    names = [name for name in users_in(path, user_column, **form) if name not in leave_out]
-    if path != data:
+    path, user_column = rank_file(asked.data, place.rank), asked.user_column
+    left_out = list(map(str, asked.leave_out))
+    names = [name for name in users_in(path, user_column, asked) if name not in left_out]
+    if path != str(asked.data):
         if len(names) != 1:
             raise DataError(
                 f"{path} must hold the rows of one user, but it has {', '.join(names) or 'none'}"
             )
-        return names[0], read_rows(path, user_column, names[0], **form)
+        return names[0], read_rows(path, user_column, names[0], asked)
     if len(names) != place.size:
         raise KnobError(
             f"the table has {len(names)} users ({', '.join(names)}), but there are {place.size}"
             " processes; start one for each, or leave users out"
         )
-    return names[place.rank], read_rows(path, user_column, names[place.rank], **form)
+    return names[place.rank], read_rows(path, user_column, names[place.rank], asked)
 
 
 def _added_up(everybodys: Sequence[dict[str, Any]]) -> Statistics:

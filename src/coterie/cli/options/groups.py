@@ -7,9 +7,10 @@ it inherits.
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typer import Option
 
@@ -61,12 +62,28 @@ def _parameters(group: Any) -> list[inspect.Parameter]:
     parameters = []
     for field in fields(group):
         kind, note = get_args(hints[field.name])
-        option = Option(help=note.help) if isinstance(note, Setting) else copy.copy(note)
+        kind, again = _as_options(kind)
+        help_ = note.help + (" Repeat it." if again else "") if isinstance(note, Setting) else ""
+        option = Option(help=help_) if isinstance(note, Setting) else copy.copy(note)
         option.rich_help_panel = option.rich_help_panel or panel
         annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made as the program runs
-        made: Any = {"default": default_of(field), "annotation": annotation}
+        default = "" if kind is str and default_of(field) == () else default_of(field)
+        made: Any = {"default": default, "annotation": annotation}
         parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **made))
     return parameters
+
+
+def _as_options(kind: Any) -> tuple[Any, bool]:
+    """Return the type of an option for the type of a setting, and whether it may be given again."""
+    union = get_origin(kind) in (Union, types.UnionType)
+    members = [each for each in get_args(kind) if each is not type(None)] if union else [kind]
+    if all(get_origin(each) is Literal for each in members):
+        return Literal[tuple(value for each in members for value in get_args(each))], False
+    if str in members:  # a text, or a list of texts
+        return (kind if len(members) == 1 else str), False
+    if get_origin(members[0]) is Sequence:
+        return list[str], True
+    return kind, False
 
 
 def check_effect(group: Any, names: Sequence[str], without: str) -> None:

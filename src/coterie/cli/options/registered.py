@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 from coterie.aggregators import AGGREGATORS, Aggregator
 from coterie.cli.options.flags import bare_flags
-from coterie.errors import KnobError
+from coterie.errors import KnobError, did_you_mean
 from coterie.evaluation import METRICS
 from coterie.methods import METHODS
 from coterie.registry import Entry, FromRun, Registry
@@ -83,7 +83,7 @@ def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
     if name not in entry.parameters:
         raise KnobError(
             f"`{option}` does not fit {entry.name!r}, which takes"
-            f" {', '.join(entry.parameters) or 'no knobs'}"
+            f" {', '.join(entry.parameters) or 'no knobs'}{did_you_mean(name, entry.parameters)}"
         )
     try:
         hint = get_type_hints(entry.thing).get(name, Any)

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
+from coterie.arguments import settings_of
 from coterie.cli.options.registered import knobs_of, once
+from coterie.data.table import TableSettings
 from coterie.engines.mutual.engine import Mutual
 from coterie.engines.mutual.meeting import Meeting
 from coterie.engines.torch_distributed.engine import TorchDistributed
@@ -24,68 +26,22 @@ from coterie.rules import RULES
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions:
+class TableOptions(TableSettings):
     """The table."""
 
     data: Annotated[
         Path,
         Option(
-            help="A CSV or Parquet file, one example a row; torch: {rank} in it for a file each."
+            help=(
+                "A CSV or Parquet file, one example a row; {user} in its name for a file of each"
+                " user; torch: {rank} for a file of each process."
+            )
         ),
-    ]
-    user_column: Annotated[str, Option(help="The column that says whose row it is.")]
-    target: Annotated[str, Option(help="The column to predict.")]
+    ] = field(kw_only=False)
     me: Annotated[
         str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")
     ]
-    features: Annotated[
-        list[str],
-        Option(
-            metavar="COLUMN", help="A column to predict from; repeat it. All others if left out."
-        ),
-    ] = field(default_factory=list)
-    drop: Annotated[
-        list[str],
-        Option(
-            metavar="COLUMN",
-            help=(
-                "A column not to predict from, such as a date or what is known afterwards only;"
-                " repeat it."
-            ),
-        ),
-    ] = field(default_factory=list)
-    ids: Annotated[
-        str | None,
-        Option(
-            "--id",
-            metavar="COLUMN",
-            help=(
-                "The column that tells rows apart: not predicted from, and written beside every"
-                " prediction."
-            ),
-        ),
-    ] = None
-    weights: Annotated[
-        str | None,
-        Option(
-            metavar="COLUMN",
-            help="The column that says how much a row counts, a number that is at least 0.",
-        ),
-    ] = None
-    kind: Annotated[
-        Literal["auto", "classification", "regression"],
-        Option(help="What the target is; auto tells by its values."),
-    ] = "auto"
-    categorical: Annotated[
-        list[str],
-        Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it."),
-    ] = field(default_factory=list)
-    leave_out: Annotated[
-        list[str], Option(metavar="NAME", help="A user to take no notice of; repeat it.")
-    ] = field(default_factory=list)
-    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = (
-        None
-    )
+    ids: Annotated[str | None, Option("--id", help=settings_of(TableSettings)["ids"].help)] = None
     validation: Annotated[
         float | None,
         Option(
@@ -96,17 +52,11 @@ class TableOptions:
             show_default=False,
         ),
     ] = None
-    test: Annotated[float, Option(help="Share of user 0's rows held out for the final report.")] = (
-        0.2
-    )
-    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
-    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.data.from_table`."""
-        settings = {name: value for name, value in vars(self).items() if name != "data"}
         validation = 0.2 if self.validation is None else self.validation
-        return settings | {"features": self.features or None, "validation": validation}
+        return vars(self) | {"features": self.features or None, "validation": validation}
 
 
 @dataclass(frozen=True, kw_only=True)

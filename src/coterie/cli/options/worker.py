@@ -7,14 +7,14 @@ from typing import Annotated, Any
 from typer import Option
 
 from coterie.cli.options.groups import check_effect
-from coterie.data.reading import read_rows
+from coterie.data.reading import FileForm, read_rows
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.privacy.sums import SumsOnly
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerTableOptions:
+class PeerTableOptions(FileForm):
     """The table."""
 
     data: Annotated[
@@ -25,14 +25,10 @@ class PeerTableOptions:
         str | None,
         Option(help="The column that says whose row it is; all rows are this peer's if left out."),
     ] = None
-    sep: Annotated[str, Option(help="Column separator of a CSV file (`tab` for a tab).")] = ","
-    decimal: Annotated[str, Option(help="Decimal mark of a CSV file.")] = "."
 
     def rows(self) -> tuple[str, Any]:
         """Return this peer's name and rows."""
-        return self.name, read_rows(
-            self.data, self.user_column, self.name, sep=self.sep, decimal=self.decimal
-        )
+        return self.name, read_rows(self.data, self.user_column, self.name, self)
 
 
 @dataclass(frozen=True, kw_only=True)
