@@ -132,14 +132,15 @@ class AdaptiveLearner(Learner):
         if not self.looks.paths:
             self._look()
         points, judges = self._points("peers"), self.schedule.judges(self.step)
-        weights = self.trunk_weights if self.branch is None else self.pooled_weights
+        in_trunk = self.step < self.half
+        weights = self.trunk_weights if in_trunk else self.pooled_weights
         own, parts = [self._points("alone")], self._own_parts
         if self.branch is not None:
             own.append(self._points("branch"))
             parts = parts * 2
         if self.buffers["peers"].shape[1]:  # running statistics are those of the own examples
             own.append(points)
-            parts = [*parts, *([*self._judging(), 0] if self.branch is None else [0])]
+            parts = [*parts, *([*self._judging(), 0] if in_trunk else [0])]
         self._asks = judges or self.heard is None or not self._holds()
         if judges:
             self._pooled = self.peer_weights.by_size
@@ -267,14 +268,19 @@ class AdaptiveLearner(Learner):
 
     def _look(self) -> None:
         """Judge all copies that are candidates."""
-        copies = self.n_folds + 1
-        by_setting = {"alone": self._points("alone")}
+        kinds = {"alone": self._by_setting("alone")}
         if self.branch is not None:
-            by_setting["branch"] = self._points("branch")
-        kinds = {name: x.view(-1, copies, x.shape[1]) for name, x in by_setting.items()}
+            from_pooled = [each.from_pooled for each in self.settings]
+            branch, wanted = self._by_setting("branch"), torch.tensor(from_pooled)
+            kinds |= {"branch": branch[~wanted], "branch from pooled": branch[wanted]}
         if self.step and self.peer_weights.bounds().any():
             kinds["pooled"] = self._points("peers")[-1:, None]
         self.looks.add(kinds)
+
+    def _by_setting(self, of: Literal["alone", "branch"]) -> Tensor:
+        """Return where the copies of each setting are, (settings, copies, numbers of a point)."""
+        points = self._points(of)
+        return points.view(len(self.settings), -1, points.shape[1])
 
     def consider(self, validation_loss: float) -> None:
         """Tell a scheduler that wants to know; what is served is found by the mixture."""
@@ -298,7 +304,8 @@ class AdaptiveLearner(Learner):
         if not self.looks.paths:
             return {}
         shares = {kind: float(each.sum()) for kind, each in self.looks.weights().items()}
-        weights = self.peer_weights.served(shares.get("branch", 0.0), shares.get("pooled", 0.0))
+        pooled = shares.get("branch from pooled", 0.0) + shares.get("pooled", 0.0)
+        weights = self.peer_weights.served(shares.get("branch", 0.0), pooled)
         return dict(zip(self.engine.names, weights.tolist(), strict=True))
 
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class HeldOutEvaluations:
         """
         n = np.arange(len(self.folds))
         for kind, points in copies.items():
+            if not len(points):
+                continue
             every, path = points.flatten(0, 1), self.paths.setdefault(kind, Trajectory())
             given = self._judged(every, self.spec.me.examples)
             given = given.reshape(*points.shape[:2], *given.shape[1:])
@@ -97,7 +99,8 @@ class HeldOutEvaluations:
 
     def weights(self) -> dict[str, Array]:
         """Return the weights of all candidates, by kind and point."""
-        totals = {kind: np.array(path.evidence) for kind, path in self.paths.items()}
+        shape = -1, len(self.temperatures)
+        totals = {kind: np.reshape(path.evidence, shape) for kind, path in self.paths.items()}
         flat = np.concatenate([each.ravel() for each in totals.values()])
         alone = np.repeat([k == "alone" for k in totals], [e.size for e in totals.values()])
         count = len(self.targets) + len(self.held_out)

@@ -66,12 +66,9 @@ class PeerWeights:
         return [*(fitted.weights for fitted in self.fitted), self.by_size]
 
     def served(self, branch: float, pooled: float) -> Array:
-        """Return the peers' weights where branch and pooled have these shares of what is served.
-
-        The branch's settings begin in turn from the trunks and from pooled.
-        """
+        """Return the peers' weights where what came of the trunks and of pooled has these shares."""
         tau = np.mean([fitted.tau() if fitted.kappa else self.by_size for fitted in self.fitted], 0)
-        return np.asarray(branch * (tau + self.by_size) / 2 + pooled * self.by_size)
+        return np.asarray(branch * tau + pooled * self.by_size)
 
     def bounds(self) -> Array:
         """Return how long each peer's gradients were while it was judged.
