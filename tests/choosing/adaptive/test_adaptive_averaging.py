@@ -46,7 +46,7 @@ def account(run: coterie.Run) -> Mapping[str, Any]:
 
 def weight(run: coterie.Run, *kinds: str) -> float:
     """Return the share that kinds of candidates have of what is served."""
-    return sum(account(run)["leaderboard"][kind]["weight"] for kind in kinds)
+    return float(sum(account(run)["leaderboard"][kind]["weight"] for kind in kinds))
 
 
 def distance(run: coterie.Run, truth: Tensor = TRUTH) -> float:

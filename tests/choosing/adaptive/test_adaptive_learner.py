@@ -77,7 +77,7 @@ def distance(run: coterie.Run) -> float:
 def weight(run: coterie.Run, *kinds: str) -> float:
     """Return the share that kinds of candidates have of what is served."""
     board = run.record.end.account["leaderboard"]
-    return sum(board[kind]["weight"] for kind in kinds if kind in board)
+    return float(sum(board[kind]["weight"] for kind in kinds if kind in board))
 
 
 @pytest.mark.parametrize("held_out", [0, 9])

@@ -98,8 +98,10 @@ class AdaptiveAveraging(Algorithm):
     guards_itself = plans_by_steps = True
 
     def __post_init__(self) -> None:
-        for rate in self.rates or ():
-            POSITIVE("rates", rate)
+        if self.rates is not None:
+            for rate in self.rates:
+                POSITIVE("rates", rate)
+            object.__setattr__(self, "rates", tuple(self.rates))
 
     def cost_in_words(self) -> str:
         """Return in a line what this asks of the peers."""

@@ -168,7 +168,7 @@ class HeldOutEvaluations:
 
         def by_temperature(outputs: list[Array]) -> Array:
             each = np.stack(outputs, 1)[:, :, None] / divisors  # (n, J, temperatures, K)
-            return each.reshape(len(each), len(outputs) * len(divisors), each.shape[-1])
+            return np.reshape(each, (len(each), len(outputs) * len(divisors), each.shape[-1]))
 
         about: dict[str, Any] = {
             "kind": kind,
