@@ -30,19 +30,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TESTS = {
     "rules/formula.py": "tests/rules",
-    "rules/weighted_averaging.py": "tests/rules",
     "rules/bias_correction.py": "tests/rules",
-    "rules/streams.py": "tests/rules",
-    "gradients/gradients.py": "tests/gradients tests/rules",
-    "gradients/simplex.py": "tests/gradients",
     "gradients/norm_bound.py": "tests/gradients",
+    "mixture/mixing.py": "tests/mixture/test_mixing.py",
+    "mixture/posterior.py": "tests/mixture/test_posterior.py",
+    "mixture/prior.py": "tests/mixture/test_prior.py",
     "privacy/accountant.py": "tests/privacy/test_accountant.py",
     "privacy/masks.py": "tests/privacy/test_masks.py tests/privacy/test_split_noise.py",
+    "privacy/member.py": "tests/engines/remote/test_secure_sums.py tests/privacy/test_split_noise.py",
+    "privacy/calls.py": "tests/federation/test_everyone.py",
     "engines/peer/ledger.py": "tests/engines/peer/test_ledger.py",
+    "engines/engine.py": "tests/engines/test_asking.py tests/engines/in_process/test_in_process.py",
     "recording/checkpoint.py": "tests/recording/test_checkpoint.py",
-    "recording/chained_lines.py": "tests/recording tests/engines/peer/test_ledger.py",
-    "theory/descent.py": "tests/theory/test_bounds.py tests/theory/test_errata.py",
-    "theory/correction.py": "tests/theory/test_bounds.py tests/theory/test_errata.py",
+    "training/loop.py": "tests/training/test_loop.py tests/training/test_resuming.py",
 }
 """The modules, and what tests each."""
 

@@ -34,11 +34,10 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie import ForwardOptions
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
+from coterie.learners.captured import Captured, StackBlock
 from coterie.learners.learner import RuleLearner
 from coterie.recording.costs import Costs
 from coterie.rules.similarity import CosineSimilarity
-from coterie.training.captured import Captured
-from coterie.training.step_tables import StepTables
 from coterie.users.examples import InMemory
 
 
@@ -206,11 +205,9 @@ def ours(
         model, cross_entropy, me, peers, rule, optimizer=sgd, batch_size=setting.batch
     )
     learner = RuleLearner(spec, rule, engine, costs)
-    whole = (
-        Captured(StepTables(learner))
-        if capture or (capture is None and setting.device.type == "cuda")
-        else None
-    )
+    wanted = capture or (capture is None and setting.device.type == "cuda")
+    block = learner.block() if wanted else None
+    whole = Captured(block) if isinstance(block, StackBlock) else None
 
     def steps(count: int) -> None:
         end = learner.step + count

@@ -222,7 +222,7 @@ def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
     assert (
         said == "its noise is split over the sites of masked sums, and it gives parts of these only"
     )
-    short = NoiseShare(added=1e-3, of_sum=1e-3, sites=3, margin=1, room=16.0)
+    short = NoiseShare(added=1e-3, of_sum=1e-3, sites=3, margin=1)
     assert "and it needs 0.025" in str(
         peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH), share=short).refused
     )
@@ -240,7 +240,6 @@ def test_sites_agree_on_the_noise_or_take_no_part(tmp_path: Path) -> None:
     for wrong, match in (
         ({}, "splits its noise over the sites of a sum, and the sum says otherwise"),
         (stated | {"margin": 0}, "has a margin of 0 sites, and it asks for 1"),
-        (stated | {"noise": 10.0}, "the noise is too large"),
         (stated | {"margin": 5}, "margin of a sum must be"),
         (stated | {"noise": -1.0}, "noise of a sum must be"),
         (stated | {"noise": math.nan}, "noise of a sum must be"),
@@ -259,10 +258,11 @@ def test_sites_agree_on_the_noise_or_take_no_part(tmp_path: Path) -> None:
     assert g.left_out == {"b": "adds no share of the noise that the others split"}
 
 
+@pytest.mark.parametrize("largest", [16.0, 0.4])
 def test_user_0_cannot_have_the_noise_of_others_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: float
 ) -> None:
-    """Where others' gradients are beyond the largest entry, their parts are that entry, and their noise is gone."""
+    """Where gradients are beyond the largest entry, nothing is cut: the sum has their noise, or there is none."""
 
     def clipped(self: PrivateGradients, x: Tensor, *_: object) -> Tensor:
         others = 0.0 if self.user.name == "a" else self.privacy.clip * BATCH
@@ -273,37 +273,17 @@ def test_user_0_cannot_have_the_noise_of_others_cut_off(
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    g = step(engine(Sites(folders[0], **same)))
+    g = step(engine(Sites(folders[0], **same), largest=largest))
     assert g.peers is not None
     stated = 0.3 * 0.5 / BATCH
-    assert float(g.peers.std()) == pytest.approx(stated * math.sqrt(5 / 4), rel=0.04)
-    sites = Sites(folders[1], **same)
-    left_out = step(engine(sites, largest=0.4)).left_out
-    assert all(
-        "noise would be cut off: beside it the sum takes" in left_out[name] for name in "bcde"
-    )
-    assert sites.responders["b"].peer.ledger.given == 0
-    far = step(engine(Sites(folders[2], **same), largest=1e7)).left_out
+    if largest == 16:
+        assert float(g.peers.std()) == pytest.approx(stated * math.sqrt(5 / 4), rel=0.04)
+    else:
+        assert all("the sum has an entry beyond 0.4" in why for why in g.left_out.values())
+    far = step(engine(Sites(folders[1], **same), largest=1e7)).left_out
     assert all(
         "the noise would be rounded away where entries may be 1e+07" in why for why in far.values()
     )
-
-
-def test_samples_are_hardly_ever_so_large_that_noise_is_cut_off() -> None:
-    """By Bernstein's inequality, beside the exact chance of so large a sample."""
-    for n, size in ((40, 20), (1000, 1), (1000, 100), (1000, 1000)):
-        held, passes = (
-            coterie.User("a", torch.zeros(n, 1), torch.zeros(n, 1)),
-            Passes(nn.Linear(1, 1), LOSS),
-        )
-        private = PrivateGradients(held, passes, Privacy(1.0, 1e-4, 2.0, 1.0), None)
-        most = math.floor(private._largest_entry(private.event(size)) * size / 2.0 + 1e-9)
-        rate = size / n
-        beyond = sum(
-            math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(most + 1, n + 1)
-        )
-        assert beyond < 1e-15
-        assert size <= most <= n
 
 
 def test_user_0_cannot_have_shares_of_noise_rounded_away(
@@ -340,4 +320,4 @@ def test_a_part_of_a_model_in_half_precision_keeps_its_noise() -> None:
 def test_rounding_to_whole_numbers_is_far_below_the_noise() -> None:
     """Noise is rounded with what it is added to: what that changes of a sum, beside the noise of the sum."""
     agreed = Agreement(TAU, 16.0, {}, noise=max(needed(name) for name in NAMES), margin=1)
-    assert len(TAU) / 2 / agreed.scale < 1e-6 * agreed.noise
+    assert len(TAU) / 2 / agreed.scale < 1e-5 * agreed.noise

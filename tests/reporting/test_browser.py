@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from tests.support.regressions import users_with_validation
 from torch import nn
 from torch.nn.functional import mse_loss
+from typer.testing import CliRunner
 
 import coterie
+from coterie.cli import app
 from coterie.reporting import plan_page
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Section, write_page
@@ -196,3 +200,49 @@ def test_colours_have_contrast() -> None:
                 pair = sorted((luminance(colours[name]), luminance(colours[ground])))
                 least = 4.5 if name in ("ink", "soft", "good", "bad") else 3
                 assert (pair[1] + 0.05) / (pair[0] + 0.05) >= least, (name, ground)
+
+
+HOSTILE = (
+    "<img src=x onerror=window.pwned=1>",
+    "</script><script>window.pwned=1</script>",
+    "\" onmouseover='window.pwned=1' x=\"",
+    "</style></title><svg onload=window.pwned=1>",
+    "$\\frac{1}{$ {{7*7}} `x` &lt;b&gt; \u202eabc",
+    "javascript:window.pwned=1",
+)
+"""Names of users, columns and classes that would run, or break a page, if they were taken for its source."""
+
+
+def test_hostile_names_are_text_on_every_page(browser: Any, tmp_path: Path) -> None:
+    """Of a run, with a default and with steps, of a model for each user, and of runs compared."""
+    random = np.random.default_rng(0)
+    columns = {name: random.normal(size=240) for name in HOSTILE[:3]}
+    users, classes = np.repeat(HOSTILE, 40), np.array(["<b>yes</b>", "no<script>window.pwned=1//"])
+    ill = classes[(sum(columns.values()) + random.normal(size=240) > 0).astype(int)]
+    pd.DataFrame({"who": users, **columns, HOSTILE[3]: ill}).to_csv(tmp_path / "t.csv", index=False)
+    table = ["--data", "t.csv", "--user-column", "who", "--target", HOSTILE[3]]
+    steps = ["--rule", "wga", "--steps", "20"]
+    for words in (
+        ["train", *table, "--me", HOSTILE[0], "--out", "closed"],
+        ["train", *table, "--me", HOSTILE[1], *steps, "--out", "stepped"],
+        ["train", *table, "--me", "all", *steps, "--out", "everyone"],
+        ["explore", "closed", "stepped", "--out", "explored.html"],
+    ):
+        with contextlib.chdir(tmp_path):
+            result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) >= 9
+    for path in pages:
+        shown = Shown(browser, path)
+        for element in shown.page.locator("summary").all():
+            element.click()
+        assert shown.page.evaluate("window.pwned") is None
+        markup = (
+            "img, b:text-is('yes'), [onerror], [onload], [onmouseover], [href^='javascript:' i]"
+        )
+        assert shown.page.locator(markup).count() == 0, path
+        assert shown.asked_for == [path.as_uri()]
+        if path.parent.name != "everyone":
+            assert "onerror=window.pwned=1" in shown.page.inner_text("body"), path
+        shown.close()

@@ -51,11 +51,6 @@ def tau_of(n: int) -> dict[str, float]:
     return {f"peer {k}": 1 / n for k in range(1, n + 1)}
 
 
-def uneven(n: int) -> dict[str, float]:
-    """Return a share for each of n peers that grows with its number."""
-    return {f"peer {k}": 2 * k / (n * (n + 1)) for k in range(1, n + 1)}
-
-
 @functools.cache
 def _table(name: str) -> Tensor:
     random = np.random.default_rng([*name.encode()])

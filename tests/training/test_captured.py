@@ -16,14 +16,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 
 import coterie
 from coterie.errors import GradientError
+from coterie.learners.captured import Captured, StackBlock
 from coterie.learners.learner import RuleLearner
 from coterie.learners.spec import RunSpec
 from coterie.methods import FedAvg
 from coterie.recording.costs import Costs
 from coterie.rules import BiasCorrection, Rule, WeightedAveraging
-from coterie.training.captured import Captured
 from coterie.training.run import Run, Step
-from coterie.training.step_tables import StepTables
 from coterie.users.sampling import MAX_STEPS_AHEAD
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -263,7 +262,9 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs({user.name: 16 for user in (me, *peers)})
     learner = RuleLearner(spec, WeightedAveraging(0.5), engine, costs)
     learner.next_step().take()
-    captured, looks = Captured(StepTables(learner)), list[str]()
+    block, looks = learner.block(), list[str]()
+    assert isinstance(block, StackBlock)
+    captured = Captured(block)
 
     def look(name: str) -> None:
         before = getattr(torch.Tensor, name)
@@ -278,7 +279,7 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         look(name)
     assert len(captured.advance(1000) or []) == MAX_STEPS_AHEAD
     monkeypatch.undo()
-    assert looks == ["item", "tolist"]
+    assert looks == ["item", "cpu", "tolist"]  # the last on the host
 
 
 class Odd(nn.Module):

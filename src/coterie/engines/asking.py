@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,18 @@ class GradientsAtPoints:
         counts = moved if exact else ()
         named = model.named_buffers() if moved else ()
         return [name for name, buffer in named if buffer.is_floating_point() or name in counts]
+
+    why_not_captured: ClassVar[str | None] = (
+        "gradients at several points are computed one after the other"
+    )
+
+    def block(self, step: int) -> Tensor:
+        """Return the examples that all columns draw in the next steps, a row for each step."""
+        raise NotImplementedError
+
+    def on(self, question: Question, drawn: Tensor) -> Answers:
+        """Return answers on the examples drawn, finite or not, as a captured step asks for them."""
+        raise NotImplementedError
 
     def start(self) -> Tensor:
         """Return the point where the model is."""
@@ -335,6 +348,7 @@ class StackedGradients(GradientsAtPoints):
     """The same to rounding, by one operator over all points and users in this process."""
 
     engine: Stackable
+    why_not_captured = None
 
     def __init__(self, engine: Stackable, user: OwnUser, parts: Tensor) -> None:
         super().__init__(engine, user, parts)

@@ -2,11 +2,12 @@
 
 import copy
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from coterie.errors import GradientError, KnobError, PeerLost, blaming
 from coterie.gradients.gradients import Gradients, complete, cut, gave_nothing, is_finite
 from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters, copied, load_trained_state, trained_state
+from coterie.learners.captured import StackBlock
 from coterie.learners.spec import RunSpec
+from coterie.learners.stack import Stack, why_not_capturable
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
-from coterie.rules import Rule, State, weights_in
+from coterie.rules import Alone, Capturable, Rule, State, weights_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +77,10 @@ class Learner(ABC):
     def initial_state(self) -> State:
         """Return the state before the first step."""
         return {"step": 0, "weight": 0.0}
+
+    def block(self) -> StackBlock | str:
+        """Return the steps as blocks of the same work, or why they cannot be taken so."""
+        return f"`{type(self.followed).__name__}` takes steps of its own kind"
 
     @abstractmethod
     def next_step(self, answers: Answers | None = None) -> NextStep:
@@ -196,6 +203,7 @@ class RuleLearner(Learner):
         # the weights in the last question
         self._asked_for: tuple[dict[str, float], Tensor] | None = None
         super().__init__(spec, engine, costs)
+        self.stacks = (Stack.of_model(spec, self.x, self.scheduler),)
 
     @property
     def followed(self) -> Any:
@@ -299,8 +307,15 @@ class RuleLearner(Learner):
         else:
             direction, state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
         self.state = state
-        self.optimize(direction)
-        self.finish_step()
+        self.write(direction)
+        self.stacks[0].step()
+        self.step += 1
+
+    def write(self, direction: Tensor) -> None:
+        """Let the optimizer find a direction, cut to the norm that is allowed."""
+        direction = direction if self.clip_norm is None else cut(direction, self.clip_norm)
+        self.parameters.set_gradient(direction)
+        self.stacks[0].direction = direction.unsqueeze(0)
 
     def _direction(self, g: Gradients) -> tuple[Tensor, State]:
         """Return the rule's direction and its next state.
@@ -320,13 +335,18 @@ class RuleLearner(Learner):
             self.heard = _heard(g, self.state)
         return self.rule(g, self.state)
 
-    def optimize(self, direction: Tensor) -> None:
-        """Let the optimizer move the parameters along a direction, cut to the norm that is allowed."""
-        self.parameters.set_gradient(
-            direction if self.clip_norm is None else cut(direction, self.clip_norm)
-        )
-        with blaming("the optimizer"):
-            self.optimizer.step()
+    def block(self) -> StackBlock | str:
+        """Return the steps as blocks of the same work, or why they cannot be taken so."""
+        if max(self.exchange_every, self.local_steps) > 1:
+            return "not all steps are alike with `exchange_every` or `local_steps`"
+        if not isinstance(self.rule, Capturable):
+            return f"`{type(self.rule).__name__}` does not say beforehand what a step needs"
+        if getattr(self.rule, "aggregator", None) is not None:
+            return "an aggregator looks into its rows"
+        can = self.engine.capabilities
+        why = can.rows_not_captured if self.rule.needs_rows else can.not_captured
+        why = why_not_capturable(self.optimizer) or why
+        return why or StackBlock(_Repeated(self, self.rule))
 
     def tau(self) -> Mapping[str, float]:
         """Return the weight of each peer among the peers in the last step, where there is such a thing."""
@@ -390,3 +410,84 @@ def _with_answers(
     ]
     matrix = matrix[[names.index(name) for name in there]]
     return g.with_peers(matrix, tuple(there), weights, answers.left_out, rows=True)
+
+
+class _Repeated:
+    """The steps of a rule's learner that are the same work but for examples, knobs and step sizes."""
+
+    def __init__(self, learner: RuleLearner, rule: Capturable) -> None:
+        self.learner, self.stacks, self._rule = learner, learner.stacks, rule
+        self._engine = require(learner.engine, "capture", "a captured step")
+        self._after: State = {}  # the rule's state after the steps whose numbers are known
+        self._knobs: list[str] = []
+        self._memory: dict[str, Tensor] = {}
+
+    @property
+    def step(self) -> int:
+        return self.learner.step
+
+    @property
+    def rule(self) -> Capturable:
+        """The rule, or that of a learner that listens to nobody for a while."""
+        return self._rule if self.step >= self.learner.listens_from else Alone()
+
+    @property
+    def drawn_for(self) -> tuple[str, ...]:
+        return tuple(self.rule.weights(self._engine.names))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What the rule and the bound remember."""
+        bound = [] if self.learner.bound is None else [self.learner.bound.longest]
+        return bound + [value for value in self.learner.state.values() if isinstance(value, Tensor)]
+
+    def repeats(self) -> int:
+        """Return how many of the next steps are alike; in the first an optimizer makes its state."""
+        if not self.step or not self.rule.repeats(self.learner.state):
+            return 0
+        silent = self.learner.listens_from - self.step
+        return silent if silent > 0 else sys.maxsize
+
+    def drawn(self, step: int) -> list[Tensor]:
+        return [self._engine.indices(self.drawn_for, step)]
+
+    def numbers(self, step: int) -> list[float]:
+        """Return the knobs of a step; the steps of a block are asked for in order."""
+        if step == self.step:
+            self._after = self._in_place()
+        knobs, plain = self.rule.next_knobs(self._after)
+        self._after, self._knobs = {**self._after, **plain}, list(knobs)
+        return list(knobs.values())
+
+    def _in_place(self) -> State:
+        """Return the rule's state, its tensors where the steps of earlier blocks look for them."""
+        for name, value in self.learner.state.items():
+            kept = self._memory.get(name)
+            if isinstance(value, Tensor) and kept is not value:
+                if kept is None or kept.shape != value.shape:
+                    self._memory[name] = value.clone()
+                else:
+                    kept.copy_(value)
+        here = {name: kept for name, kept in self._memory.items() if name in self.learner.state}
+        self.learner.state = {**self.learner.state, **here}
+        return self.learner.state
+
+    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+        """Write the direction of one step, not a number where a sum is too long; return the own loss."""
+        learner, weights = self.learner, self.rule.weights(self._engine.names)
+        g = self._engine.gradients_of(learner.x, drawn[0], weights, rows=self.rule.needs_rows)
+        rule = self.rule.with_knobs(dict(zip(self._knobs, numbers, strict=True)))
+        direction, state = rule(g, learner.state)
+        for name, tensor in learner.state.items():
+            if isinstance(tensor, Tensor) and name in state:
+                tensor.copy_(state[name])
+        if learner.bound is not None and weights:
+            direction = direction.masked_fill(learner.bound.exceeded(g), torch.nan)
+        learner.write(direction)
+        return cast("Tensor", g.own_loss)
+
+    def taken(self, n: int, losses: Tensor) -> None:
+        """Count n steps."""
+        learner, asked = self.learner, list(self.drawn_for)
+        learner.state, learner.step = self._after, learner.step + n
+        learner.count(asked, steps=n)

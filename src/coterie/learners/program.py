@@ -94,6 +94,8 @@ class Program:
         """What a step reads and changes beside the parameters; see `learners.blocks`."""
         return [self._sums, self._bound.longest, *self._rules.memory]
 
+    drawn_for = ()
+
     def repeats(self) -> int:
         """Return how many of the next steps are the same work.
 

@@ -1,20 +1,19 @@
 """The parameters of many runs as the rows of one matrix, stepped by few optimizers."""
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from coterie.errors import blaming
 from coterie.gradients.gradients import cut
 from coterie.gradients.parameters import Parameters
-from coterie.learners.capturable import at_rates, make_capturable, settings_of, state_tensors
 from coterie.learners.spec import RunSpec
 
 ELEMENTWISE = frozenset(
@@ -69,6 +68,14 @@ class Stack:
             first += count
 
     @classmethod
+    def of_model(cls, spec: RunSpec, x: Tensor, scheduler: LRScheduler | None) -> Self:
+        """Return the one row of a model's own parameters, whose optimizer follows their `.grad`."""
+        stack = cls(x.unsqueeze(0), ())
+        follows_loss = isinstance(scheduler, ReduceLROnPlateau)
+        stack._steps = [(spec.made_optimizer, None if follows_loss else scheduler)]
+        return stack
+
+    @classmethod
     def of(cls, spec: RunSpec, x: Tensor) -> Self:
         """Return rows of one run, stepped together where its optimizer allows it, else each by one of its own."""
         apart = why_not_stacked(spec.made_optimizer)
@@ -90,7 +97,7 @@ class Stack:
         first = 0
         for optimizer, scheduler in self._steps:
             last = first + (0 if scheduler is None else len(optimizer.param_groups))
-            with at_rates(optimizer, rates[first:last]) if rates else nullcontext():
+            with at_rates(optimizer, rates[first:last]) if rates else contextlib.nullcontext():
                 optimizer.step()
             first = last
 
@@ -253,3 +260,59 @@ def _fused(optimizer: Optimizer, group: Mapping[str, Any], x: Tensor) -> dict[st
         and x.is_contiguous()
     )
     return {"fused": True} if can and not asked else {}
+
+
+def why_not_capturable(optimizer: Optimizer) -> str | None:
+    """Say why an optimizer's step cannot be captured, or None where it can."""
+    official = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
+    if not official or not (isinstance(optimizer, SGD) or "capturable" in optimizer.defaults):
+        return f"{type(optimizer).__name__} is not known to be capturable"
+    return None
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
+    """Let an optimizer count its steps on the device."""
+    if device.type == "cuda" and not isinstance(optimizer, SGD):
+        optimizer._warned_capturable_if_run_uncaptured = True  # single steps are meant too
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        for parameter, state in optimizer.state.items():
+            state.update(
+                {k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor)}
+            )
+
+
+@contextlib.contextmanager
+def at_rates(optimizer: Optimizer, rates: Sequence[float] | Sequence[Tensor]) -> Iterator[None]:
+    """Let an optimizer use these step sizes inside, one for each group; none: its own."""
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+        if isinstance(rate, Tensor) and isinstance(optimizer, SGD):
+            # which alone reads a step size on the device
+            group["fused"], group["foreach"] = True, False
+    yield
+    for group, was in zip(optimizer.param_groups, before, strict=True):
+        group.update(was)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return what an optimizer remembers."""
+    return [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+    ]
+
+
+def settings_of(optimizer: Optimizer, *, scheduled: bool) -> list[dict[str, Any]]:
+    """Return the numbers that a captured step has in it.
+
+    Not the step size where a schedule changes it.
+    """
+    return [
+        {
+            key: value
+            for key, value in group.items()
+            if key != "params" and not (key == "lr" and scheduled)
+        }
+        for group in optimizer.param_groups
+    ]

@@ -36,7 +36,7 @@ class MaskedSums:
     Args:
         misses: steps in a row after which a site that refuses is lost.
         minimum: how many sites there must be for a sum.
-        largest: what no entry of a gradient may exceed.
+        largest: what no entry of a sum may exceed; a step with one that does is taken alone.
 
     Example:
         >>> sums = MaskedSums()
@@ -58,6 +58,7 @@ class MaskedSums:
         self._tau: dict[str, float] = {}  # that of the first step
         self._agreed: Agreement | None = None
         self._refusals: dict[str, int] = {}  # in a row
+        self._spoiled = 0  # sums in a row
 
     def agree(self, weights: Mapping[str, float], step: int, ask: Ask) -> Agreement | None:
         """Return what the sites that are left have agreed on, now or before.
@@ -95,11 +96,15 @@ class MaskedSums:
         if missing or words is None:
             return None, {name: missing.get(name, MASKED) for name in agreed.weights}
         try:
-            return torch.from_numpy(revealed(words, agreed)), {}
+            summed = torch.from_numpy(revealed(words, agreed))
         except MaskError as error:
-            for name in agreed.weights:
+            self._spoiled += 1
+            logger.warning("step %d is taken alone: %s", step, error)
+            for name in agreed.weights if self._spoiled >= self.misses else ():
                 self._lose(name, step, printable(error))
             return None, dict.fromkeys(agreed.weights, printable(error))
+        self._spoiled = 0
+        return summed, {}
 
     def with_sum(
         self,

@@ -20,6 +20,7 @@ import numpy as np
 
 from coterie.errors import MaskError, printable
 from coterie.privacy.keys import Offer, shared_secret
+from coterie.privacy.sums import ROUNDING
 
 N_CHECKS = 4
 """How many zeros a part has at its end.
@@ -30,22 +31,23 @@ Their sum is zero where the masks cancel, else with a chance of 2⁻¹²⁸.
 CHUNK = 2**16
 """So many numbers are masked at a time, so that they stay near the processor."""
 
-SPREAD = 8.0
-"""So many standard deviations of noise must fit into a part.
+HEADROOM = 4.0
+"""The whole numbers have room for so many times the largest sum.
 
-One entry in 10¹⁵ is larger, and is cut.
+A sum beyond it wraps around, as a whole: no part is cut, since where it is would tell of one site.
+Of the numbers that wrap three in four are seen to be too large.
+"""
+
+EXACT = 2.0**50
+"""Up to so many units a part is exact in double precision, dither and all.
+
+One that is larger, or not finite, is spoiled: user 0 gets no sum, and does not see by whom.
 """
 
 LEAST_UNITS = 4.0
 """So many units must a share of noise have.
 
 Then it hides what is lost when a part is rounded to a whole number.
-"""
-
-UNITS_OF_NORM = 2.0**12
-"""So many units must the norm have that a site clips to.
-
-Coarser steps would tell where its own part lies.
 """
 
 MAX_SITES = 1000
@@ -60,7 +62,7 @@ class Agreement:
 
     Args:
         weights: τ, the weight of each site.
-        largest: what no entry of a gradient exceeds; one that does is cut.
+        largest: what no entry of the sum exceeds; user 0 believes none that does.
         offers: the key of each site.
         noise: the standard deviation of the noise that the sum has, where the sites split it: also
             without that of `margin` of them. Each site adds a share.
@@ -130,7 +132,7 @@ class Agreement:
             return None
         of_sum, sites = self.noise / self.weights[site], len(self.weights)
         added = of_sum / math.sqrt(sites - self.margin)
-        return NoiseShare(added, of_sum, sites, self.margin, self.largest - SPREAD * added)
+        return NoiseShare(added, of_sum, sites, self.margin)
 
     @property
     def units_of_noise(self) -> float:
@@ -139,13 +141,8 @@ class Agreement:
 
     @property
     def scale(self) -> float:
-        """How many units of the whole numbers are 1.
-
-        The largest sum, rounded at every site, does not wrap.
-        """
-        return (2**31 - 1 - 2 * len(self.weights)) / (
-            self.largest * math.fsum(self.weights.values())
-        )
+        """How many units of the whole numbers are 1."""
+        return 2.0**31 / (HEADROOM * self.largest * math.fsum(self.weights.values()))
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,6 @@ class NoiseShare:
     of_sum: float
     sites: int
     margin: int
-    # how large an entry may be beside it: what is larger is cut, and the noise on it with it
-    room: float
 
 
 class Masks:
@@ -201,27 +196,23 @@ class Masks:
     def masked(self, gradient: np.ndarray[Any, Any], context: bytes) -> Words:
         """Return τ_k g_k as whole numbers under the masks of this context, in which nothing else may be masked.
 
-        An entry that is too large is cut: a refusal would tell of this site alone. So would the
-        steps of rounding: before it, numbers of [-1, 1] are added, with which neither mean nor
-        variance of the error depends on the entry (triangular dither).
+        No entry is cut or refused: that would tell of this site alone. So would the steps of
+        rounding: before it, numbers of [-1, 1] are added, with which neither mean nor variance of
+        the error depends on the entry (triangular dither). A gradient that is no sum's part, not
+        finite or beyond `EXACT`, becomes random words: then nobody's masks cancel.
         """
-        values, largest = gradient.ravel(), self.agreement.largest
+        values, weight = gradient.ravel(), self.agreement.weights[self.site]
         part = np.zeros(values.size + N_CHECKS, np.uint32)
+        if not np.abs(values, dtype=np.float64).max(initial=0.0) < EXACT / self.agreement.scale:
+            return np.frombuffer(bytearray(secrets.token_bytes(part.nbytes)), np.uint32)
         zeros, mask = memoryview(bytes(4 * CHUNK)), np.empty(CHUNK, np.uint32)
         dither = _stream(secrets.token_bytes(32), b"")
         streams = [(_stream(key, context), self.site < other) for other, key in self._keys.items()]
         for start in range(0, len(part), CHUNK):
             some, here = values[start : start + CHUNK], part[start : start + CHUNK]
-            if (
-                some.dtype.kind == "f"
-            ):  # to no more than `largest`, which single precision may not have
-                some = some.astype(np.float64).clip(-largest, largest)
             dither.update_into(zeros[: 4 * len(some)], mask.data.cast("B"))
             here[: len(some)] = whole_numbers(
-                some,
-                self.agreement.weights[self.site],
-                self.agreement,
-                _triangular(mask[: len(some)]),
+                some, weight, self.agreement, _triangular(mask[: len(some)])
             )
             for stream, adds in streams:
                 stream.update_into(zeros[: here.nbytes], mask.data.cast("B"))
@@ -232,20 +223,12 @@ class Masks:
 def whole_numbers(
     gradient: np.ndarray[Any, Any], weight: float, agreement: Agreement, dither: Any = 0.0
 ) -> Words:
-    """Return τ_k g_k as whole numbers modulo 2³², of entries up to `largest`.
-
-    A `MaskError` for other values.
-    """
+    """Return τ_k g_k, whose entries have at most `EXACT` units, as whole numbers modulo 2³²."""
     if gradient.dtype.kind != "f":
         raise MaskError("a masked sum is of floating-point numbers, not rounded to 16 bits")
-    if (
-        gradient.size
-        and not max(float(gradient.max()), -float(gradient.min())) <= agreement.largest
-    ):  # or NaN
-        raise MaskError(f"an entry of the gradient is beyond {agreement.largest:g}, or not finite")
     values = np.multiply(gradient.ravel(), weight * agreement.scale, dtype=np.float64)
     values += dither
-    whole: Words = np.rint(values, out=values).astype(np.int32).view(np.uint32)
+    whole: Words = np.rint(values, out=values).astype(np.int64).astype(np.uint32)
     return whole
 
 
@@ -263,11 +246,18 @@ def total(parts: Sequence[Words], agreement: Agreement) -> np.ndarray[Any, np.dt
 def revealed(added: Words, agreement: Agreement) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return Σ τ_k g_k from parts that have been added up.
 
-    A `MaskError` where the masks do not cancel.
+    A `MaskError` where the masks do not cancel, or a number is larger than any was to be.
     """
     if added[-N_CHECKS:].any():
-        raise MaskError("the masks do not cancel: the sites were not asked the same")
-    return added[:-N_CHECKS].view(np.int32) / agreement.scale
+        raise MaskError(
+            "the masks do not cancel: the sites were not asked the same, or a gradient was not"
+            " finite"
+        )
+    summed = added[:-N_CHECKS].view(np.int32) / agreement.scale
+    most = agreement.largest * math.fsum(agreement.weights.values()) * (1 + ROUNDING)
+    if np.abs(summed).max(initial=0.0) > most:
+        raise MaskError(f"the sum has an entry beyond {agreement.largest:g}")
+    return summed
 
 
 def digest_of(value: Any) -> bytes:

@@ -9,8 +9,8 @@ import torch
 
 from coterie.errors import KnobError, MaskError, printable
 from coterie.privacy.keys import Giving, Identity, check_known
-from coterie.privacy.masks import LEAST_UNITS, UNITS_OF_NORM, Agreement, Masks
-from coterie.privacy.sums import SumsOnly
+from coterie.privacy.masks import LEAST_UNITS, Agreement, Masks
+from coterie.privacy.sums import COARSEST, LARGEST, SumsOnly
 
 MAX_ROUND = 2**62
 
@@ -26,9 +26,8 @@ class Member:
     Args:
         identity: by what the others know it.
         sums: which sums it takes part in.
-        norm: what its gradients are clipped to, so that none has a larger entry; None where they
-            are private. A sum that takes less would cut its part, and by where it cuts user 0 would
-            find out what the part is.
+        private: its gradients have noise. Where they have none, it weighs as much as each other
+            site: from Σ τ_k c_k with unequal τ, and c_k that are counts, each c_k can be told.
         margin: it splits its noise with the other sites, of which so many may tell theirs; see
             `Privacy`.
         masked_only: it gives gradients under masks only. Sites that give theirs more freely then do
@@ -52,13 +51,13 @@ class Member:
         self,
         identity: Identity,
         sums: SumsOnly,
-        norm: float | None = None,
         margin: int | None = None,
         *,
+        private: bool = False,
         masked_only: bool = True,
     ) -> None:
         check_margin(margin, sums)
-        self.identity, self.sums, self.norm, self.margin = identity, sums, norm, margin
+        self.identity, self.sums, self.private, self.margin = identity, sums, private, margin
         self.giving = (
             Giving.PLAIN if not masked_only else Giving.KNOWN_KEYS if sums.keys else Giving.MASKED
         )
@@ -121,14 +120,14 @@ class Member:
                 f"; {printable(freer[0], 50)!r} does not {how}, and does not count" if freer else ""
             )
             raise MaskError(f"it gives {self.sums}{but}")
-        if self.norm is not None and agreed.largest < self.norm:
+        if not self.private and len(set(weights.values())) > 1:
             raise MaskError(
-                f"it clips gradients to norm {self.norm:g}, and the sum takes entries up to"
-                f" {agreed.largest:g} only"
+                "it weighs as much as each other site of a sum, and this sum has unequal weights"
             )
-        if self.norm is not None and self.norm * weights[me] * agreed.scale < UNITS_OF_NORM:
+        if not self.private and not LARGEST <= agreed.largest <= COARSEST:
             raise MaskError(
-                f"its gradients would be rounded away where entries may be {agreed.largest:g}"
+                f"the largest entry of a sum must lie in [{LARGEST:g}, {COARSEST:g}], got"
+                f" {agreed.largest:g}"
             )
         self._check_noise(agreed)
         if self._last is not None:
@@ -145,8 +144,6 @@ class Member:
                 f"the sum's noise has a margin of {share.margin} sites, and it asks for"
                 f" {self.margin}"
             )
-        if share is not None and share.room < 0:
-            raise MaskError(f"the noise is too large for entries of at most {agreed.largest:g}")
         if share is not None and agreed.units_of_noise < LEAST_UNITS:
             raise MaskError(
                 f"the noise would be rounded away where entries may be {agreed.largest:g}"

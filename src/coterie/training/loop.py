@@ -11,6 +11,7 @@ from coterie.engines.capabilities import TellsPromises
 from coterie.engines.engine import Answers
 from coterie.errors import GradientError, KnobError, PeerLost, UserCodeError, blaming
 from coterie.evaluation.evaluate import evaluate
+from coterie.learners.captured import Captured
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.recording.checkpoint import RunFolder
@@ -20,7 +21,6 @@ from coterie.recording.costs import total
 from coterie.recording.record import Record
 from coterie.recording.result import End, GuardDecision, Point
 from coterie.reporting.verdict import with_verdict
-from coterie.training.captured import Captured
 from coterie.training.guard import Guard
 from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
 from coterie.training.resuming import ResumableRun, check_free

@@ -15,13 +15,13 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
 from coterie.errors import KnobError
 from coterie.gradients.parameters import copied, frozen_digest
+from coterie.learners.captured import Captured, warn_not_captured
 from coterie.learners.learner import Learner, RuleLearner
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration, StepSettings, UserSummary, describe
 from coterie.recording.costs import Costs
 from coterie.rules import Alone
 from coterie.training.algorithm import algorithm_of
-from coterie.training.captured import Captured, block_of, warn_not_captured
 from coterie.training.guard import Guard
 from coterie.users.examples import Examples
 from coterie.users.user import User
@@ -153,7 +153,7 @@ def captured(
         return None, "off"
     blocks = []
     for each in [learner] if guard is None else [learner, guard.shadow]:
-        block = block_of(each)
+        block = each.block()
         if isinstance(block, str):
             if capture or learner.can_capture:  # else nobody asked for what never is
                 warn_not_captured(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tests.support import fuzz, masked
 from tests.support.intruders import CAPS, at, leaky, logistic, masked_oracles, told_to, transcript
-from tests.support.masked import SLOW, tau_of, uneven, users
+from tests.support.masked import SLOW, fixed_keys, tau_of, users
 from tests.support.small_peers import LOSS, model
 from torch import Tensor
 
@@ -90,7 +91,7 @@ def test_a_masked_sum_is_the_plain_one(n: int, steps: int) -> None:
     people = users(n)
     made, x = engine(people, Sites(people[1:])), X.clone()
     inside = coterie.InProcess(model(), LOSS, people[0], people[1:], batch_size=4, seed=5)
-    tau = uneven(n)
+    tau = tau_of(n)
     for step in range(steps):
         found, plain = made.gradients(x, step, tau), inside.gradients(x, step, tau)
         assert found.peers is not None
@@ -120,7 +121,7 @@ def test_time_spent_waiting_for_masked_parts_is_counted(monkeypatch: pytest.Monk
 
     made = engine(people, LateSites(people[1:]))
     for step in range(3):
-        made.gradients(X, step, uneven(3))
+        made.gradients(X, step, tau_of(3))
     assert made.traffic()[people[0].name].seconds_waiting == 6.0
 
 
@@ -149,7 +150,7 @@ def test_a_run_with_masked_sums_is_the_run_without() -> None:
 
 @pytest.mark.parametrize(("n", "steps"), [(3, 1000 if SLOW else 300), (10, 1000 if SLOW else 30)])
 def test_masked_sums_over_many_steps_are_the_plain_ones(n: int, steps: int) -> None:
-    people, tau = users(n), uneven(n)
+    people, tau = users(n), tau_of(n)
     sites = LocalSites({user.name: masked.peer_of(user) for user in people[1:]}, SumsOnly())
     made = engine(people, sites)
     for step in range(steps):
@@ -194,7 +195,7 @@ def test_one_that_is_lost_costs_a_step_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("largest", [0.4, 9.9, 1e12])
-def test_a_site_takes_no_part_where_its_entries_would_be_cut_or_rounded_away(
+def test_a_site_takes_no_part_where_its_entries_would_spoil_a_sum_or_be_rounded_away(
     largest: float, tmp_path: Path
 ) -> None:
     """The lead chose `largest`, and found each site's share of healthy patients by bisection on refusals."""
@@ -223,24 +224,31 @@ def test_nothing_but_the_sum_tells_of_a_site(tmp_path: Path) -> None:
     reply = peer.answer(Request(torch.zeros(1, 8), 0, 0, 100), masked=True)
     assert (reply.refused, reply.seconds) == (None, 0.0)
     assert reply.gradients is not None
-    assert not reply.gradients.any()
+    assert bool(reply.gradients.isnan().all())
 
 
 @pytest.mark.parametrize(
-    ("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(12))]
+    ("bad", "told"), [(math.nan, "not finite"), (math.inf, "not finite"), (70.0, "beyond 16")]
 )
-def test_what_cannot_be_added_is_zero_or_clipped(bad: float, given: float) -> None:
+def test_what_cannot_be_added_costs_a_step(bad: float, told: str) -> None:
     people = users(4)
     sites = Sites(people[1:])
-    made = engine(people, sites, misses=2)
+    made, peer = engine(people, sites, misses=2), sites.responders["peer 1"].peer
+    fine = peer._gradients
     spoiled = lambda request, added=None: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
-    sites.responders["peer 1"].peer._gradients = spoiled  # type: ignore[assignment]
-    for step in range(3):
+    for step, given in enumerate([spoiled, fine, spoiled, spoiled, fine]):
+        peer._gradients = given  # type: ignore[assignment]
         g = made.gradients(X, step, tau_of(4))
         assert g.peers is not None
-        _, rows = plain_rows(people, X, step)
-        assert (g.left_out, g.answered) == ({}, 1)
-        torch.testing.assert_close(g.peers, (rows[1:].sum(0) + given) / 4, rtol=0, atol=1e-6)
+        if step == 1:
+            _, rows = plain_rows(people, X, step)
+            assert (g.left_out, g.answered) == ({}, 1)
+            torch.testing.assert_close(g.peers, rows.mean(0), rtol=0, atol=1e-6)
+        else:  # after two in a row there are no more sums
+            assert g.answered == 0
+            assert all(told in reason for reason in g.left_out.values())
+            assert torch.equal(g.peers, g.own)
+    assert [method for method, _ in sites.asked].count("part") == 4
 
 
 @pytest.mark.parametrize(
@@ -277,7 +285,7 @@ def test_a_lead_who_asks_sites_different_things_gets_noise(change: dict[str, Any
     g = made.gradients(X, 0, tau_of(3))
     assert g.answered == 0
     assert set(g.left_out.values()) == {
-        "the masks do not cancel: the sites were not asked the same"
+        "the masks do not cancel: the sites were not asked the same, or a gradient was not finite"
     }
     assert len({*(parts[0] + parts[1] + parts[2])[-4:].tolist(), 0}) == 5
 
@@ -318,14 +326,18 @@ def request(**changed: Any) -> dict[str, Any]:
 
 def test_a_site_says_which_sums_it_takes_part_in() -> None:
     lead = CuriousLead()
-    for weights in ({"peer_1": 0.5, "peer_2": 0.5}, {"peer_1": 0.6, "peer_2": 0.2, "peer_3": 0.2}):
-        assert all(
-            said.startswith("it gives sums of at least 3") for said in lead.joined(**weights)
-        )
-    tau = {"peer_1": 0.4, "peer_2": 0.3, "peer_3": 0.3}
+    for weights, reason in {
+        (0.5, 0.5): "it gives sums of at least 3",
+        (0.6, 0.2, 0.2): "it gives sums of at least 3",
+        (0.4, 0.3, 0.3): "it weighs as much as each other site",
+        (0.3, 0.3, 0.3 + 1e-9): "it weighs as much as each other site",
+    }.items():
+        named = {f"peer_{k}": weight for k, weight in enumerate(weights, 1)}
+        assert all(said.startswith(reason) for said in lead.joined(**named))
+    tau = {"peer_1": 0.3, "peer_2": 0.3, "peer_3": 0.3}
     assert lead.joined(**tau) == ["", "", ""]
     stays = "in a job the sites of a sum and their weights stay: sites may be lost, not join"
-    for other in (tau | {"peer_4": 0.3}, tau | {"peer_3": 0.2}):
+    for other in (tau | {"peer_4": 0.3}, dict.fromkeys(tau, 0.2)):
         assert lead.joined(**other)[:3] == [stays] * 3
     told = lead.agreement(
         {name.replace("_", " "): weight for name, weight in tau.items()}, largest=17.0
@@ -539,12 +551,41 @@ def test_random_questions_tell_no_two_sites_apart() -> None:
     assert masked_oracles(10, seed=1) == 0
 
 
-def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
-    """A user 0 that chooses points: where a site's own part begins to be clipped, the sum has a kink."""
-    tau, means, norm = {"peer 1": 0.45, "peer 2": 0.3, "peer 3": 0.25}, (1.25, 4.0, 6.5), 2.0
+def test_unequal_weights_would_tell_sites_apart(tmp_path: Path) -> None:
+    """At parameters of zero a gradient is a count of a block: from Σ τ_k c_k with other τ each c_k can be told."""
+    counts, rows = (7, 31, 18), 50
+    people = {f"peer {k}": leaky(n / rows, f"peer {k}", rows) for k, n in enumerate(counts, 1)}
+    sites = {
+        name: Responder(Peer(user, Passes(logistic(), LOSS)), SumsOnly())
+        for name, user in people.items()
+    }
+    uneven = {"peer 1": 0.41, "peer 2": 0.3237, "peer 3": 0.2663}
+    reason = "it weighs as much as each other site of a sum, and this sum has unequal weights"
+    told = told_to(sites)
+    said = [site.join(told | {"weights": uneven}) for site in sites.values()]
+    assert said == [{"refused": reason}] * 3
+    asked = Request(torch.zeros(1, 8), 0, 0, rows)
+    answers = [site.peer.answer(asked).gradients for site in sites.values()]
+    shares = [float(answer[0, 7]) for answer in answers if answer is not None]
+
+    def solutions(tau: Mapping[str, float]) -> list[tuple[int, ...]]:
+        """Return the counts that the sum allows, to the rounding."""
+        agreed = Agreement.read(told_to(sites) | {"weights": tau})
+        summed = float(np.dot(shares, list(tau.values())))
+        allowed = itertools.product(range(rows + 1), repeat=3)
+        values = {c: np.dot([n / rows - 0.5 for n in c], list(tau.values())) for c in allowed}
+        return [c for c, value in values.items() if abs(value - summed) < 10 / agreed.scale]
+
+    assert solutions(uneven) == [counts], "what a site refuses would tell all three"
+    assert len(solutions(tau_of(3))) > 1000
+
+
+def test_no_kink_of_a_sum_tells_where_one_site_is_cut(tmp_path: Path) -> None:
+    """Parts were cut to the norm of [caps], and the sum of many points had a kink at each site's mean."""
+    means, norm = (1.25, 4.0, 6.5), 2.0
     people = [
-        coterie.User(name, torch.ones(50, 1), torch.full((50, 1), m))
-        for name, m in zip(tau, means, strict=True)
+        coterie.User(f"peer {k}", torch.ones(50, 1), torch.full((50, 1), mean))
+        for k, mean in enumerate(means, 1)
     ]
     loss = torch.nn.functional.mse_loss
     peers = [
@@ -552,17 +593,25 @@ def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
         for u in people
     ]
     sites = {peer.user.name: Responder(peer, SumsOnly()) for peer in peers}
-    told = told_to(sites) | {"weights": tau}
+    told = told_to(sites)
     assert all("joined" in site.join(told) for site in sites.values())
     agreed, points, sums = Agreement.read(told), np.arange(-2.0, 10.0, 0.125), []
     for number, point in enumerate(points, 1):
         asked = request(points=np.array([[point]], np.float32), batch_size=50, round=number)
         sums.append(total([site.part(asked)["part"] for site in sites.values()], agreed)[0])
-    bends = np.diff(sums, 2) / (2 * 0.125)  # of −τ_k where the part of site k is clipped from above
-    found = {
-        name: points[1:-1][np.isclose(bends, -weight, atol=1e-3)] - norm / 2
-        for name, weight in tau.items()
-    }
-    assert {name: mean.tolist() for name, mean in found.items()} == {
-        n: [m] for n, m in zip(tau, means, strict=True)
-    }
+    assert np.abs(np.diff(sums, 2)).max() < 1e-4, "a straight line, where a kink was of .17"
+
+
+def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
+    """Where a site's gradient is past all numbers, user 0 learns that one is, not whose."""
+    for shares in ((0.2, 0.7), (0.7, 0.2)):
+        seen = [
+            transcript(share, [at(0.0, 3e38)], tmp_path / f"{shares}{share}") for share in shares
+        ]
+        assert seen[0] == seen[1]
+    _, masks = fixed_keys(3)
+    spoiled = [
+        each.masked(np.array([np.inf if k == 1 else 0.0]), b"") for k, each in enumerate(masks)
+    ]
+    with pytest.raises(MaskError, match="was not finite"):
+        total(spoiled, fixed_keys(3)[0])

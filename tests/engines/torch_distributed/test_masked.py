@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import processes
-from tests.support.masked import SLOW, Ring, drawn, tau_of, uneven, users
+from tests.support.masked import SLOW, Ring, drawn, tau_of, users
 from tests.support.small_peers import D, model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -47,7 +47,7 @@ def plain(
 @pytest.mark.parametrize("n", [3, 10])
 def test_a_masked_sum_over_processes_is_the_plain_one(n: int) -> None:
     people, x = users(n), X.clone()
-    tau = uneven(n)
+    tau = tau_of(n)
     with processes.torch_distributed([SECURE] * n, secure_sums=True) as engine:
         one = made(engine, people)
         for step in range(12 if n == 3 else 4):
@@ -59,7 +59,7 @@ def test_a_masked_sum_over_processes_is_the_plain_one(n: int) -> None:
             x = x - 0.1 * found.peers
         assert one.traffic()["peer 1"].bytes_sent == (step + 1) * 4 * (12 + 4 + 4 * n)
         with pytest.raises(KnobError, match="`tau` must stay"):
-            one.gradients(x, step, tau_of(n))
+            one.gradients(x, step, tau | {"peer 1": 0.01})
         with pytest.raises(KnobError, match="have no rows"):
             one.gradients(x, step, tau, rows=True)
 
@@ -155,7 +155,7 @@ def test_masks_are_wanted_by_both_or_there_is_no_run() -> None:
 
 @pytest.mark.parametrize(("n", "steps"), [(3, 1000), (10, 1000 if SLOW else 30)])
 def test_masked_sums_over_many_steps_are_the_plain_ones(n: int, steps: int) -> None:
-    ring, tau = Ring(n), uneven(n)
+    ring, tau = Ring(n), tau_of(n)
     for step in range(steps):
         found = ring.step(X, step, tau)
         wanted = sum(weight * drawn(name, step) for name, weight in tau.items())
@@ -176,12 +176,10 @@ def test_peers_that_are_told_different_things_add_up_to_noise(
     told = ring.wire.request.body.clone()
     change(told)
     ring.told = {"peer 3": told}
-    g = ring.step(X, 0, tau_of(4))
-    assert g.answered == 0
-    assert set(g.left_out.values()) == {
-        "the masks do not cancel: the sites were not asked the same"
-    }
-    assert ring.step(X, 1, tau_of(4)).left_out == g.left_out, "nobody is left"
+    for step in range(3):  # after the second nobody is left
+        g = ring.step(X, step, tau_of(4))
+        assert g.answered == 0
+        assert all("do not cancel" in reason for reason in g.left_out.values())
 
 
 def test_a_peer_takes_part_in_sums_of_its_own_choice() -> None:
@@ -192,19 +190,17 @@ def test_a_peer_takes_part_in_sums_of_its_own_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "given"), [(math.nan, 0.0), (math.inf, 0.0), (17.0, 16 / math.sqrt(D))]
+    ("bad", "told"), [(math.nan, "not finite"), (math.inf, "not finite"), (70.0, "beyond 16")]
 )
-def test_what_cannot_be_added_is_zero_or_clipped_and_nobody_else_is_told(
-    bad: float, given: float
+def test_what_cannot_be_added_costs_a_step_and_nobody_is_told_whose_it_is(
+    bad: float, told: str
 ) -> None:
     ring, tau = Ring(4), tau_of(4)
     peer = ring.parts[1].peer
     peer._gradients = lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)  # type: ignore[assignment]
-    for step in range(3):
-        found = ring.step(X, step, tau)
-        wanted = (sum(drawn(f"peer {k}", step) for k in (1, 3, 4)) + given) / 4
-        assert (found.answered, found.left_out) == (1, {})
-        torch.testing.assert_close(found.peers, wanted, rtol=0, atol=1e-6)
+    found = ring.step(X, 0, tau)
+    assert found.answered == 0
+    assert all(told in reason for reason in found.left_out.values())
 
 
 def test_keys_are_told_by_name() -> None:

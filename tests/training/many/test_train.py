@@ -17,9 +17,8 @@ import coterie
 from coterie import Alone, BiasCorrection, User, WeightedAveraging
 from coterie.benchmark.models import cnn
 from coterie.engines.in_process import copies
-from coterie.learners.blocks import StackBlock
+from coterie.learners.captured import Captured, StackBlock
 from coterie.rules import FormulaRule, Knob
-from coterie.training.captured import Captured
 from coterie.training.many.loop import ManyLoop
 from coterie.users.sampling import seeded
 

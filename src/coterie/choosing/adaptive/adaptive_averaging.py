@@ -13,18 +13,14 @@ from torch import Tensor
 from coterie.arguments import POSITIVE
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner, OwnSetting
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
-from coterie.choosing.adaptive.repeated_steps import RepeatedSteps
 from coterie.choosing.adaptive.schedule import EVALUATIONS, Schedule
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
-from coterie.engines.asking import OwnUser, StackedGradients, asking
+from coterie.engines.asking import OwnUser, asking
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
 from coterie.errors import KnobError, ModelError
 from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
-from coterie.learners.blocks import Block, StackBlock
-from coterie.learners.capturable import why_not_capturable
-from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs
@@ -230,20 +226,6 @@ class AdaptiveAveraging(Algorithm):
     def _n_folds(self, spec: RunSpec) -> int:
         """Return into how many folds user 0's examples are split, each of two or more where there are enough."""
         return max(2, min(FOLDS, len(spec.me) // 2))
-
-    def block(self, learner: Learner) -> Block | str:
-        """Return the steps of such a learner as a block, or why they cannot be taken so."""
-        if not isinstance(learner, AdaptiveLearner):
-            raise TypeError(
-                f"a learner of `AdaptiveAveraging` is needed, got {type(learner).__name__}"
-            )
-        if learner.exchange_every > 1:
-            return "not all steps are alike with `exchange_every`"
-        if not isinstance(learner.points, StackedGradients):
-            return "gradients at several points are computed one after the other"
-        return why_not_capturable(learner.optimizer) or StackBlock(
-            RepeatedSteps(learner, learner.points)
-        )
 
 
 def _seconds(engine: Engine, x: Tensor, weights: Mapping[str, float]) -> float:

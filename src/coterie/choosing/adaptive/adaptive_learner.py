@@ -36,9 +36,10 @@ from coterie.choosing.mixture import account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
+from coterie.learners.captured import StackBlock
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack, why_not_stacked
+from coterie.learners.stack import Stack, why_not_capturable, why_not_stacked
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 
@@ -241,7 +242,40 @@ class AdaptiveLearner(Learner):
         if self.step in self.schedule.evaluations:
             self._look()
 
-    def until_other_work(self) -> int:
+    def block(self) -> StackBlock | str:
+        """Return the steps between two Gram matrices, evaluations or forks, which are the same work."""
+        if self.exchange_every > 1:
+            return "not all steps are alike with `exchange_every`"
+        why = self.points.why_not_captured or why_not_capturable(self.optimizer)
+        return why or StackBlock(self)
+
+    drawn_for = ()
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """What a step reads beside parameters: weights, how long sums may be, origins."""
+        return self.trunk_weights, self.pooled_weights, self.longest, self.origins
+
+    def drawn(self, step: int) -> list[Tensor]:
+        """Return the examples of the next steps, a row for each step."""
+        return [self.points.block(step)]
+
+    def numbers(self, step: int) -> list[float]:
+        """Return the numbers of a step: none."""
+        return []
+
+    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+        """Write the directions of all copies on the examples drawn; return user 0's loss."""
+        answers = self.points.on(self.question(), drawn[0])
+        own, losses = self.own_answers(answers)
+        self.direct(own, peer_sums(answers, len(self.peers.x)))
+        return losses[0]
+
+    def taken(self, n: int, losses: Tensor) -> None:
+        """Count n steps of a block; nothing else is made of their losses."""
+        self.advanced(n)
+
+    def repeats(self) -> int:
         """Return how many of the next steps are alike: to the next Gram matrix, evaluation or fork."""
         return 0 if not self.step or not self.looks.paths else self.schedule.alike(self.step)
 

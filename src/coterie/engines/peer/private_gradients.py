@@ -1,7 +1,6 @@
 """Private gradients of one user: a secret sample, each example clipped, noise on the sum."""
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,9 +31,6 @@ COMPARED = 32
 
 TOLERANCE = 1e-3
 """By how much of its norm it may differ."""
-
-RARE = 35.0
-"""What has a chance of exp(−35), 10⁻¹⁵, does not happen."""
 
 MOST_AT_ONCE = 512
 """So many examples are passed together at most."""
@@ -139,20 +135,7 @@ class PrivateGradients:
                 f"the sum has noise of {share.of_sum:.3g} to its gradient, and it needs"
                 f" {self.deviation(event):.3g}"
             )
-        if share.room < (entry := self._largest_entry(event)):
-            return (
-                f"noise would be cut off: beside it the sum takes entries up to {share.room:.3g},"
-                f" and those of its gradient may be {entry:.3g}; clip to a smaller norm, or let"
-                " batches be larger"
-            )
         return None
-
-    def _largest_entry(self, event: Event) -> float:
-        """Return what no number of a gradient without its noise exceeds, but by a chance of `exp(-RARE)`."""
-        n, size = len(self.user), event.rate * len(self.user)
-        # Bernstein's inequality
-        more = RARE / 3 + math.sqrt((RARE / 3) ** 2 + 2 * RARE * size * (1 - event.rate))
-        return self.privacy.clip * (1.0 if event.rate == 1 else min(n, size + more) / size)
 
     def gradient(
         self,

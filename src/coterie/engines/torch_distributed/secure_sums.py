@@ -100,9 +100,8 @@ class MaskedPart:
     ) -> None:
         self.peer, self._group, self._batch_size = peer, group, run["batch_size"]
         self._shared = digest_of({"run": run, "constants": constants}).hex()
-        self.member = Member(
-            peer.identity, sums, peer.norm_under_masks, peer.margin, masked_only=masked_only
-        )
+        how = {"private": peer.is_private, "masked_only": masked_only}
+        self.member = Member(peer.identity, sums, peer.margin, **how)
         self._takes_part, self._round = False, 0
         logger.warning(
             "%s: masked sums; its key has the fingerprint %s",

@@ -15,18 +15,16 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.errors import UserCodeError
 from coterie.evaluation.evaluate import scores
 from coterie.evaluation.losses import on_device
-from coterie.learners.blocks import StackBlock
-from coterie.learners.capturable import why_not_capturable
+from coterie.learners.captured import Captured, StackBlock
 from coterie.learners.learner import RuleLearner
 from coterie.learners.program import HOST, Program
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack
+from coterie.learners.stack import Stack, why_not_capturable
 from coterie.recording.configuration import Configuration
 from coterie.recording.progress import Show
 from coterie.recording.record import Record
 from coterie.recording.result import Point
 from coterie.rules import Alone
-from coterie.training.captured import Captured
 from coterie.training.loop import TrainingLoop
 from coterie.training.run import Run, Stopped
 from coterie.training.setup import costs_of

@@ -1,52 +1,27 @@
-"""Blocks of steps of many copies or runs.
+"""Whole steps as one program: the host waits for the device once a block of steps, not at every step.
 
-What is known beforehand lies in tables, the rest is the same work.
+A step is the same work every time, except for a few numbers that are known beforehand: which
+examples are drawn, the rule's knobs, the step size. They are put in tables for a block of steps.
+The rest (batches, passes, rule, optimizer, and the same for the guard's shadow) reads them there:
+on a GPU as a captured CUDA graph, on a CPU as it is. After the block the host reads the losses and
+whether all gradients were finite. If one was not, the block is undone and its steps are taken one
+by one, where peers are left out, counted and reported as usual.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from coterie.learners.learner import Learner
+from coterie.engines.in_process.side_stream import side_stream
 from coterie.learners.stack import Stack
 
-
-class Block(Protocol):
-    """The next steps of something, to be taken one after the other by the same work.
-
-    See `training.captured`.
-    """
-
-    device: torch.device
-    total: Tensor  # of all directions in the block: not finite if a gradient is not
-
-    @property
-    def at(self) -> int:
-        """The step that comes next."""
-
-    def known(self, most: int) -> int:
-        """Return for how many of the next steps, at most `most`, the tables can hold what they need."""
-
-    def fill(self, n: int) -> None:
-        """Put what n steps need in the tables."""
-
-    def step(self, taken: int) -> None:
-        """Take one step by its row of the tables; `taken` steps of the block were taken before."""
-
-    def draw_ahead(self, n: int) -> None:
-        """Draw what the tables will hold next, while the device is at work on n steps."""
-
-    def count(self, n: int) -> list[float]:
-        """Let it be known that n steps were taken; return user 0's loss in each."""
-
-    def save(self) -> Callable[[], None]:
-        """Save what a block of steps changes, and return what undoes the block."""
-
-    def signature(self) -> object:
-        """Return what must stay the same for a graph to be used again."""
+WARM_UP = 3
+"""How many steps are taken by the program before it is captured, in which libraries set up what they need."""
 
 
 class Repeats(Protocol):
@@ -59,6 +34,10 @@ class Repeats(Protocol):
     @property
     def stacks(self) -> Sequence[Stack]:
         """The parameters."""
+
+    @property
+    def drawn_for(self) -> Hashable:
+        """Whose examples are drawn; where that changes, others are drawn."""
 
     @property
     def held(self) -> Sequence[Tensor]:
@@ -86,14 +65,6 @@ class Repeats(Protocol):
         """Count n steps, whose own losses are the rows of `losses`."""
 
 
-@runtime_checkable
-class TakesBlocks(Protocol):
-    """What a learner follows, where that says how the learner's steps are taken in blocks."""
-
-    def block(self, learner: Learner) -> Block | str:
-        """Return the learner's steps as a block, or why they cannot be taken so."""
-
-
 class StackBlock:
     """The next steps of stacks of parameters.
 
@@ -110,6 +81,7 @@ class StackBlock:
         self.counter = torch.zeros(1, dtype=torch.long, device=self.device)
         self.total = x.new_zeros(())
         self.indices: list[Tensor] = []
+        self.drawn_for: Hashable = None
         self.numbers, self.losses = x.new_zeros(0, 0), x.new_zeros(0, 0)
         self.first, self.rows = 0, 0  # the step of the first row, and how many rows there are
         self.next: list[Tensor] | None = None  # the indices after these
@@ -121,11 +93,12 @@ class StackBlock:
         return self.learner.step
 
     def known(self, most: int) -> int:
-        """Return for how many of the next steps the tables can hold what they need; see `Block`."""
+        """Return for how many of the next steps the tables can hold what they need; at most `most`."""
         same = self.learner.repeats()
         if not same:
             return 0
-        if not self.first <= self.at < self.first + self.rows:
+        drawn = self.first <= self.at < self.first + self.rows
+        if not drawn or self.drawn_for != self.learner.drawn_for:
             self._draw()
         return min(most, same, self.first + self.rows - self.at)
 
@@ -203,9 +176,8 @@ class StackBlock:
         Where tensors are, and numbers in it.
         """
         tensors = (*self._changed(), *self.indices, self.numbers, self.losses)
-        return [t.data_ptr() for t in tensors], [
-            str(stack.settings()) for stack in self.learner.stacks
-        ]
+        settings = [str(stack.settings()) for stack in self.learner.stacks]
+        return [t.data_ptr() for t in tensors], self.drawn_for, settings
 
     def _changed(self) -> list[Tensor]:
         return [
@@ -215,7 +187,9 @@ class StackBlock:
 
     def _draw(self) -> None:
         """Let the tables hold the examples of the next step."""
-        ahead = self.next if self.at == self.first + self.rows else None
+        same = self.at == self.first + self.rows and self.drawn_for == self.learner.drawn_for
+        ahead = self.next if same else None
+        self.drawn_for = self.learner.drawn_for
         drawn = self.learner.drawn(self.at) if ahead is None else ahead
         self.rows, self.first, self.next = min(map(len, drawn)), self.at, None
         drawn = [table[: self.rows] for table in drawn]
@@ -224,3 +198,91 @@ class StackBlock:
                 table.copy_(fresh)  # where a graph looks for it
         else:
             self.indices = [table.to(self.device) for table in drawn]
+
+
+class Captured:
+    """Blocks of steps, such as those of a learner and of its guard's shadow, taken as one program."""
+
+    def __init__(self, *tables: StackBlock) -> None:
+        self.tables = tables
+        self.device = tables[0].device
+        self.failed: str | None = None  # why a graph could not be captured
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_with: object = None
+        self._warm = self._undone = self._careful_until = 0
+
+    def advance(self, most: int) -> list[float] | None:
+        """Take at most so many steps and return user 0's loss in each.
+
+        None where the next is no such step.
+        """
+        step = self.tables[0].at
+        wanted = 0 if self.failed or step < self._careful_until else most
+        n = min(table.known(wanted) for table in self.tables) if wanted else 0
+        if not n:
+            return None
+        undo = [table.save() for table in self.tables]
+        for table in self.tables:
+            table.fill(n)
+        if self._take(n) and all(math.isfinite(table.total.item()) for table in self.tables):
+            losses, *_ = [table.count(n) for table in self.tables]
+            return losses
+        for restore in undo:
+            restore()
+        self._careful_until = step + n * 2**self._undone  # a peer may be bad at every step
+        self._undone += 1
+        return None
+
+    def _take(self, n: int) -> bool:
+        """Take n steps, on a GPU by the graph once it is captured; say whether they were taken."""
+        alone = n if self.device.type != "cuda" else min(n, max(0, WARM_UP - self._warm))
+        for taken in range(alone):
+            self._step(taken)
+        self._warm += alone
+        if alone < n and not self._capture():
+            return False
+        for _ in range(n - alone):
+            self._graph.replay()  # type: ignore[union-attr]  # captured above
+        for table in self.tables:
+            table.draw_ahead(n)  # while the device is at work
+        return True
+
+    def _capture(self) -> bool:
+        """Capture the step, where that has not been done yet, and say whether it could be."""
+        now = [table.signature() for table in self.tables]
+        if self._graph is not None and self._captured_with == now:
+            return True
+        self._graph = None
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph):
+                self._step(0)
+        except RuntimeError as error:
+            self.failed = str(error).splitlines()[0]
+            warn_not_captured(self.failed)
+            return False
+        self._graph, self._captured_with = graph, now
+        return True
+
+    def _step(self, taken: int) -> None:
+        """Take one step of every learner, the shadow's on a stream beside the first."""
+        first, *others = self.tables
+        joins = []
+        for table in others:
+            with side_stream(self.device) as join:
+                table.step(taken)
+            joins.append(join)
+        first.step(taken)
+        for join in joins:
+            join()
+
+
+def warn_not_captured(why: str) -> None:
+    """Say that steps are not captured, and why."""
+    warnings.warn(
+        f"steps are taken one by one, not captured, which is slower: {why}; `capture=False` says"
+        " the same",
+        stacklevel=5,  # where `train` is called
+    )
