@@ -369,7 +369,7 @@ def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, An
 def _sentence(fitted: Fitted) -> str:
     """Say what is served."""
     served, constant = fitted.served.losses.mean(), fitted.entries.get("constant")
-    guess = np.inf if constant is None else constant.losses.mean()
+    guess = math.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
             "a constant is served: nothing was better than it on the own examples (loss"

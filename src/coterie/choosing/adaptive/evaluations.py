@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.mixture import family_of, linear_of
+from coterie.choosing.mixture import family_of
 from coterie.engines.asking import GradientsAtPoints
+from coterie.engines.peer.linear_rows import linear_of
 from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import Candidates, guesses
