@@ -435,7 +435,7 @@ def _sentence(fitted: Fitted) -> str:
             "a constant is served: nothing was better than it on the own examples (loss"
             f" {guess:.4g})"
         )
-    told = "" if served < guess else f"; a constant is no worse (loss {guess:.4g})"
+    told = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(
         f"{kind} {one.weight:.0%}" for kind, one in fitted.entries.items() if one.weight >= 0.005
     )

@@ -261,7 +261,7 @@ def _why_alone(configuration: Configuration, end: End) -> str:
         return f"the run was stopped by {end.stopped} before the collaborative model was judged"
     if end.account.get("trunk") == "none":
         return "no peer sent a gradient that could be followed while peers were judged"
-    if set(end.account.get("leaderboard", ())) <= {*ASK_NOBODY}:
+    if end.account.get("leaderboard") and set(end.account["leaderboard"]) <= {*ASK_NOBODY}:
         return "no model that followed peers was judged"
     held_out = counted(validation, "validation example")
     if end.guard is not None and end.guard.served == "alone":
