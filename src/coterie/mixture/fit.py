@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, paths
+from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, judged, paths
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import Entry, mix
 from coterie.mixture.peer import Posterior, posterior
@@ -93,8 +93,10 @@ def fit(
         }
         if len(sizes) >= FEWEST_PEERS:
             priors["hierarchical, chosen peers"] = chosen
+    joint = [] if found is None else [judged("pooled with own rows", rows, found.joint, folds, scaling)]
     candidates = [
         constant(rows, family, folds, scaling),
+        *joint,
         *paths(rows, family, priors, folds, scaling),
     ]
     validated = None
