@@ -3,29 +3,37 @@
 See docs/mixture.md.
 """
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Answers, Engine
+from coterie.engines.capabilities import AnswersESteps
+from coterie.engines.engine import Answers, Engine, Question
+from coterie.engines.peer.linear_rows import linear_of
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.candidates import FOLDS
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, asks_here, driven, fit
+from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
+from coterie.mixture.peer import TOLD, EStep
 from coterie.mixture.posterior import Rows
+from coterie.mixture.prior import EXCHANGES, FEWEST_PEERS, POOLED, Answer, Heard
+from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
+from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import Examples, InMemory
@@ -34,8 +42,6 @@ from coterie.users.user import Loss
 
 FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
-
-_WITHOUT_NUMBERS = (nn.Sequential, nn.Flatten, nn.Identity)
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,33 @@ class Mixture(Algorithm):
         return replace(spec, steps=1) if self.fallback(spec) is None else spec
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
-        """Refuse an engine whose peers are elsewhere."""
-        require(engine, "local", "`Mixture`")
+        """Refuse what `AdaptiveAveraging` refuses where it serves, since a peer answers no E-step."""
+        if engine.capabilities.no_e_steps:
+            AdaptiveAveraging().check(spec, engine)
+
+    def choose(
+        self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
+    ) -> Choice | None:
+        """Return adaptive averaging where the model is not linear, or a peer answers no E-step."""
+        return self._gradients(spec, why_not_linear(spec) or engine.capabilities.no_e_steps)
 
     def fallback(self, spec: RunSpec) -> Choice | None:
         """Return adaptive averaging where the model is not linear, else None."""
-        why = why_not_linear(spec)
-        if why is None:
+        return self._gradients(spec, why_not_linear(spec))
+
+    def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
+        if not why:
             return None
         gradients = AdaptiveAveraging()
         other = gradients.fallback(spec) or Choice(gradients, {})
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
+
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        """Return as how many gradients the E-steps of a fit count, at most."""
+        priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
+        return POOLED * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
 
     def learner(
         self,
@@ -140,28 +160,6 @@ def _same(one: Any, other: Any) -> bool:
         one is None and other is None
         if isinstance(one, Tensor) or isinstance(other, Tensor)
         else one == other
-    )
-
-
-def linear_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that a model is, behind nothing but a change of shape.
-
-    None for any other model.
-
-    Example:
-        >>> linear_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
-        Linear(in_features=4, out_features=2, bias=True)
-        >>> linear_of(nn.Sequential(nn.Linear(4, 2), nn.ReLU())) is None
-        True
-    """
-    leaves = [each for each in model.modules() if not isinstance(each, _WITHOUT_NUMBERS)]
-    if len(leaves) != 1 or type(leaves[0]) is not nn.Linear:
-        return None
-    layer = leaves[0]
-    return (
-        layer
-        if all(p.requires_grad and p.is_floating_point() for p in layer.parameters())
-        else None
     )
 
 
@@ -221,6 +219,8 @@ class ClosedForm(Learner):
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
         self.fitted: Fitted | None = None
+        # the peers that were left out of some exchanges, with the last reason, and of how many
+        self._left_out, self._missed = dict[str, str](), Counter[str]()
 
     @property
     def followed(self) -> Any:
@@ -231,26 +231,48 @@ class ClosedForm(Learner):
         """Ask the peers for all that is needed, and return the step to the model served."""
         fitted = self._fit()
         own_loss = float(fitted.served.losses.mean())
-        return NextStep(torch.zeros(1), own_loss, {}, partial(self._take, fitted))
+        return NextStep(torch.zeros(1), own_loss, self._left_out, partial(self._take, fitted))
 
     def _fit(self) -> Fitted:
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
         x, y = self._numbers(spec.me.examples)
         scaling = Scaling.of(x, y, family, intercept=intercept)
-        peers = [
-            scaling.clipped(scaling.rows(*self._numbers(peer.examples))) for peer in spec.peers
-        ]
         validation = spec.me.validation
         held_out: Rows | None = (
             None if validation is None else scaling.rows(*self._numbers(validation))
         )
-        sizes = np.array([len(peer) for peer in spec.peers], dtype=np.float64)
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
-        rows = scaling.rows(x, y)
-        fitting = fit(
-            rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single
-        )
-        return driven(fitting, asks_here(peers, family))
+        how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
+        fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
+        return driven(fitting, self._asking(scaling))
+
+    def _asking(self, scaling: Scaling) -> Callable[[Asked], Answer]:
+        """Return what asks the peers, wherever they are: an exchange for each question."""
+        engine, heard, exchanges = self.engine, Heard(), itertools.count()
+        if not isinstance(engine, AnswersESteps):
+            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        told = engine.capabilities.examples
+        examples = max([told.get(name) or 1 for name in engine.names], default=1)
+        alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
+
+        def ask(asked: Asked) -> Answer:
+            question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
+            point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
+            self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
+            answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
+            self._missed.update(list(answers.left_out))
+            missed = answers.left_out.items()
+            self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
+            if answers.rows is not None:
+                rows = answers.rows[0].reshape(-1, *question.shape)
+                return heard.answer(asked, question, rows.numpy())
+            if answers.sums is None:
+                raise AssertionError("rows or sums were asked for")
+            sums = question.read(answers.sums.reshape(question.shape).numpy())
+            answered = answers.answered.expand(len(asked.priors.noise)).numpy()
+            return Answer(sums, answered)
+
+        return ask
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         """Return inputs (n, D) and targets (n, K) of examples."""
@@ -263,9 +285,7 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        names, size = list(self.engine.names), self.x.numel()
-        self.costs.compute([self.costs.me, *names], times=fitted.exchanges)
-        self.costs.exchange(names, down=2 * size, up=4 * size, times=fitted.exchanges)
+        self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
         self.step += 1
         self.state = {
             "step": self.step,

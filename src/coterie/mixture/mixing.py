@@ -12,7 +12,8 @@ from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import Array, Family
 from coterie.mixture.served import MixedPredictions, Predictor, linear_model, mixed_outputs
 
-TEMPERATURE = 1.0
+TEMPERATURE = 2.0
+"""Of the weights. Losses of folds depend on each other: at 1 few rows are believed too much."""
 LEAST = 0.01
 """A model that is not linear is served from this share of the weight on."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from coterie.mixture.candidates import INTERCEPT
 from coterie.mixture.families import Array, Family
-from coterie.mixture.peer import Posterior
+from coterie.mixture.peer import FARTHEST, EStep, Sums
 from coterie.mixture.peer_weights import PeerWeights
 from coterie.mixture.posterior import (
     MEMORY,
@@ -31,6 +31,8 @@ JOINT = 12
 """Exchanges in which own and peers' rows are fitted together."""
 TIMES = np.array([1.0, 4.0, 16.0])
 """As how many times the own rows the peers' count there."""
+GROUPS = 4
+"""Peers are chosen without the folds of a group: of so many there are weights, and a prior for each."""
 EXCHANGES = 12
 """Iterations of EM, each an exchange."""
 START = 1.0
@@ -39,14 +41,17 @@ VARIANCES = (1e-6, 10.0)
 """Between these a prior's variances stay."""
 LARGEST_MEAN = 30.0
 """Of a prior in each number."""
-MORE = 2.0
-PRED = True
 RELAXED = 2.0
 """How much farther than EM's own step a mean may go; below or at 2 it goes to the same place."""
 RIDGE = 1e-3
 """On the pooled model, per example."""
-NO_VARIANCE = 1e-12
-"""Of a prior under which a peer only tells its gradient."""
+FEWEST_PEERS = 5
+"""Of fewer peers none are chosen.
+
+A prior from one or two users of three knows nothing of how users differ.
+"""
+MORE = 2.0
+"""With fewer than `FEWEST_PEERS` a variance is as noisy as it is of three numbers: see `maximised`."""
 FEW = 2.0
 """From so few peers, by their weights, no small variance is believed.
 
@@ -61,16 +66,63 @@ class Question(NamedTuple):
     weights: Array  # (P, N): of the peers in each sum; rows sum to 1
     # (V, r): user 0's gradients at the first mean, where every peer's is wanted too
     own: Array | None = None
+    told: str = "posterior"  # what peers tell, see `EStep`
 
 
 class Answer(NamedTuple):
     """What the peers answer."""
 
-    sums: Posterior  # by weights, of those who answered
+    sums: Sums  # by weights, of those who answered
     answered: Array  # (P,): the weight of those
     # (N, r): every peer's at the first mean, or sketches; not numbers if missing
     gradients: Array | None = None
     own: Array | None = None  # (V, r): user 0's in the same form
+
+
+class Heard:
+    """What peers told in the exchanges of a fit, as weighted sums.
+
+    One that does not answer an E-step counts as it did last, until it is back; one that never did
+    is left out. What one tells is within the bounds of the question, whatever it sends.
+    """
+
+    def __init__(self) -> None:
+        self._modes: dict[int, Sums] = {}  # the last posterior of each peer, `first` being its mode
+
+    def answer(self, question: Question, asked: EStep, numbers: Array) -> Answer:
+        """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
+        there = np.isfinite(numbers).all((1, 2))
+        told = {k: asked.read(np.clip(numbers[k], -1, 1)) for k in np.flatnonzero(there).tolist()}
+        gradients = np.full((len(numbers), question.priors.mean[:, 0].size), np.nan)
+        if question.told == "posterior":
+            mean = question.priors.mean
+            before = {k: self._again(one, question.priors) for k, one in self._modes.items()}
+            self._modes |= {k: one._replace(first=one.first + mean) for k, one in told.items()}
+            told = before | told
+        elif "gradient" in question.told:
+            for k, one in told.items():
+                gradients[k] = one.gradient[:, 0].ravel() / np.maximum(one.share[0], 1e-12)
+        sums = Sums(*(np.zeros_like(each) for each in asked.read(np.zeros(asked.shape))))
+        answered = np.zeros(len(question.weights))
+        for k, one in told.items():
+            weight = question.weights[:, k]
+            answered += weight
+            columns = weight[:, None]
+            sums = Sums(
+                *(
+                    a + b * (columns if b.ndim > 1 else weight)
+                    for a, b in zip(sums, one, strict=True)
+                )
+            )
+        return Answer(sums, answered, gradients, question.own)
+
+    @staticmethod
+    def _again(last: Sums, priors: Priors) -> Sums:
+        """Return what a peer last told, as if it had told it under these priors."""
+        most = FARTHEST * np.sqrt(priors.variance)
+        first = np.clip(last.first - priors.mean, -most, most)
+        variance = np.minimum(last.variance, priors.variance)
+        return last._replace(first=first, second=np.square(first), variance=variance)
 
 
 class Found(NamedTuple):
@@ -86,35 +138,47 @@ class Found(NamedTuple):
 Asking = Generator[Question, Answer, Found]
 
 
-def find_priors(rows: Rows, family: Family, seen: Array, sizes: Array) -> Asking:
+def find_priors(
+    rows: Rows, family: Family, seen: Array, peers: int, *, intercept: bool = True
+) -> Asking:
     """Find the pooled model, whom to listen to, and V + 1 priors.
+
+    With few peers, or where only sums come and no peer's own gradient, nobody is chosen: there is
+    one prior, from everybody, and τ is equal.
 
     Args:
         rows: user 0's; they judge the peers and nothing else.
         family: of the loss.
         seen: the rows that judge in each view, (n, V).
-        sizes: how many examples each peer has, (N,); their shares are its weights in the pooled
-            model.
+        peers: how many there are, N.
+        intercept: whether the last column is one.
     """
-    units = Units.of(rows.inputs)
-    judged = PeerWeights(seen.shape[1], len(sizes))
-    pooled = yield from _pooled(rows, family, seen, sizes / sizes.sum(), judged, units)
-    joint = yield from _joint(rows, family, seen, sizes / sizes.sum(), pooled, units)
-    tau = judged.weights()
-    weights = np.concatenate([np.full((1, len(sizes)), 1 / len(sizes)), tau])
+    units, groups = Units.of(rows.inputs), np.arange(seen.shape[1] - 1) % GROUPS
+    judges = np.column_stack(
+        [seen[:, 0], *(seen[:, 1:][:, groups == g].prod(1) for g in range(groups.max(initial=-1) + 1))]
+    )
+    judged, alike = PeerWeights(judges.shape[1], peers), np.full((1, peers), 1 / peers)
+    pooled = yield from _pooled(rows, family, judges, alike, judged, units)
+    joint = yield from _joint(rows, family, seen, alike, pooled, units, intercept=intercept)
+    chosen = peers >= FEWEST_PEERS and judged.has_looked
+    tau = judged.weights() if chosen else np.repeat(alike, judges.shape[1], 0)
+    weights = np.concatenate([alike, tau]) if chosen else alike
     shape = (len(pooled), len(weights), pooled.shape[2])
     priors = Priors(np.broadcast_to(pooled, shape), np.full(shape, START), np.ones(len(weights)))
     for _ in range(EXCHANGES):
         answer = yield Question(priors, weights)
-        priors = maximised(priors, answer, weights)
-    if PRED: priors = predictive(priors, answer, weights)
+        priors = maximised(priors, answer, weights, MORE if peers < FEWEST_PEERS else 0.0)
     few = 1 / np.square(weights).sum(1) <= FEW
     least = 0.3 * priors.variance[:, :1] * few[:, None]
-    return Found(pooled, joint, priors._replace(variance=np.maximum(priors.variance, least)), tau)
+    priors = priors._replace(variance=np.maximum(priors.variance, least))
+    if chosen:  # one for each view again
+        which = np.concatenate([[0, 1], 2 + groups])
+        priors = Priors(priors.mean[:, which], priors.variance[:, which], priors.noise[which])
+    return Found(pooled, joint, priors, tau)
 
 
-Told: TypeAlias = Generator[Question, Answer, tuple[Array, Array]]
-"""Asks for the losses of B models, (B,), and their gradients, (D, B, K); infinite where none came."""
+Told: TypeAlias = Generator[Question, Answer, tuple[Array, Array, Array]]
+"""Asks for the losses of B models, (B,), infinite where none came, their gradients, (D, B, K), and by how many."""
 
 
 class Units(NamedTuple):
@@ -145,15 +209,18 @@ def _descend(
 ) -> Generator[Question, Answer, Array]:
     """Minimise B losses from x, (D, B, K), by L-BFGS: an exchange for each gradient.
 
-    A step that does not help is quartered.
+    A step that does not help is quartered. Where others answer than before, it begins anew from
+    where it is.
     """
     z = best = np.tensordot(units.basis.T, x, 1)
     slope = direction = np.zeros_like(z)
     best_loss, length = np.full(z.shape[1], np.inf), np.ones(z.shape[1])
-    history, gamma = list[Pair](), np.ones(z.shape[1])
+    history, gamma, many = list[Pair](), np.ones(z.shape[1]), np.zeros(z.shape[1])
     for _ in range(exchanges):
-        loss, gradient = yield from told(np.tensordot(units.basis, z, 1))
+        loss, gradient, heard = yield from told(np.tensordot(units.basis, z, 1))
         gradient = np.tensordot(units.basis.T, gradient, 1)
+        if not np.allclose(heard, many, rtol=1e-6):
+            best_loss, history, many = np.full(z.shape[1], np.inf), [], heard
         fine = loss <= best_loss
         s, y = z - best, gradient - slope
         sy = np.einsum("dbk,dbk->b", s, y) * (fine & np.isfinite(best_loss))
@@ -171,19 +238,20 @@ def _descend(
 
 
 def _pooled(
-    rows: Rows, family: Family, seen: Array, shares: Array, judged: PeerWeights, units: Units
+    rows: Rows, family: Family, seen: Array, weights: Array, judged: PeerWeights, units: Units
 ) -> Generator[Question, Answer, Array]:
     """Find the model of all peers' rows; on the way user 0's rows judge them."""
     d, v, k = rows.inputs.shape[1], seen.shape[1], rows.targets.shape[1]
 
     def told(x: Array) -> Told:
         own = gradients_of(rows, family, np.broadcast_to(x, (d, v, k)), seen)
-        priors = Priors(x, np.full(x.shape, NO_VARIANCE), np.ones(1))
-        answer = yield Question(priors, shares[None], np.moveaxis(own, 1, 0).reshape(v, -1))
+        priors = Priors(x, np.ones(x.shape), np.ones(1))
+        flat = np.moveaxis(own, 1, 0).reshape(v, -1)
+        answer = yield Question(priors, weights, flat, "gradient")
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
-        loss, gradient = _means(answer)
-        return loss + RIDGE / 2 * np.square(x).sum((0, 2)), gradient + RIDGE * x
+        loss, gradient, heard = _means(answer)
+        return loss + RIDGE / 2 * np.square(x).sum((0, 2)), gradient + RIDGE * x, heard
 
     at = np.zeros((d, 1, k))
     start = units.start(family.curvature(family.predict(at[0])), np.array(RIDGE))
@@ -191,7 +259,14 @@ def _pooled(
 
 
 def _joint(
-    rows: Rows, family: Family, seen: Array, shares: Array, pooled: Array, units: Units
+    rows: Rows,
+    family: Family,
+    seen: Array,
+    weights: Array,
+    pooled: Array,
+    units: Units,
+    *,
+    intercept: bool,
 ) -> Generator[Question, Answer, Array]:
     """Fit own and peers' rows together, beside an intercept of user 0's own, if there is one.
 
@@ -200,19 +275,21 @@ def _joint(
     """
     (d, _, k), v, j = pooled.shape, seen.shape[1], len(TIMES)
     seen, times = np.repeat(seen, j, 1), np.tile(TIMES, v)
-    inputs = np.column_stack([rows.inputs, rows.inputs[:, -1]])  # the last one is user 0's alone
+    inputs = np.column_stack([rows.inputs, np.full(len(rows.inputs), float(intercept))])
     n = np.maximum(seen.sum(0), 1)
     ridge = np.full((d + 1, v * j, 1), RIDGE) * (1 + times[:, None])
     ridge[-1] = 1 / (INTERCEPT * n[:, None])
 
     def told(x: Array) -> Told:
-        priors = Priors(x[:d], np.full((d, v * j, k), NO_VARIANCE), np.ones(v * j))
-        theirs, gradient = _means((yield Question(priors, np.repeat(shares[None], v * j, 0))))
+        priors = Priors(x[:d], np.ones((d, v * j, k)), np.ones(v * j))
+        asked = Question(priors, np.repeat(weights, v * j, 0), None, "gradient")
+        theirs, gradient, heard = _means((yield asked))
         outputs, targets = outputs_of(inputs, x), rows.targets[:, None]
         own = (family.losses(outputs, targets) * seen).sum(0) / n
         slope = back_to_parameters(inputs, (family.predict(outputs) - targets) * (seen / n)[..., None])
         slope[:d] += times[:, None] * gradient
-        return own + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2, slope + ridge * x
+        loss = own + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2
+        return loss, slope + ridge * x, heard
 
     curvature = family.curvature(family.predict(outputs_of(rows.inputs, pooled))).mean((0, 1))
     basis = np.eye(d + 1)
@@ -223,15 +300,16 @@ def _joint(
     start[..., -1] = 1 / (np.maximum(curvature, 1e-2)[:, None] + ridge[-1][:, None])
     x = np.concatenate([np.repeat(pooled, v * j, 1), np.zeros((1, v * j, k))])
     best = yield from _descend(told, x, Units(basis, units.moments), start, JOINT)
-    best[d - 1] += best[d]
+    best[d - 1] += intercept * best[d]
     return best[:d].reshape(d, v, j, k)
 
 
-def _means(answer: Answer) -> tuple[Array, Array]:
-    """Return the mean losses and gradients of those who answered."""
-    heard = answer.answered > 0
-    whole = np.where(heard, answer.answered, 1.0)
-    return np.where(heard, answer.sums.loss / whole, np.inf), answer.sums.gradient / whole[:, None]
+def _means(answer: Answer) -> tuple[Array, Array, Array]:
+    """Return the mean losses and gradients over the examples of those who answered, and their share."""
+    share = answer.sums.share
+    whole = np.where(share > 0, share, 1.0)
+    loss = np.where(share > 0, answer.sums.loss / whole, np.inf)
+    return loss, answer.sums.gradient / whole[:, None], share
 
 
 def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
@@ -241,17 +319,17 @@ def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
     return mean
 
 
-def maximised(priors: Priors, answer: Answer, weights: Array) -> Priors:
+def maximised(priors: Priors, answer: Answer, weights: Array, more: float = 0.0) -> Priors:
     """Return the M-step: μ = n Στx/(n + v), v = Στ((x − μ)² + V), with n = 1/Στ².
 
-    A prior nobody answered stays.
+    A prior nobody answered stays. A variance is as if `more` further users had the mean of all.
 
     The step of the mean is over-relaxed by up to `RELAXED` where the posteriors are hardly narrower
     than the prior: there EM is slow. Where some did not answer, the others stand for all.
     """
     heard, n = answer.answered > 0, (1 / np.square(weights).sum(1))[:, None]
     whole = np.where(heard, answer.answered, 1.0)
-    sums = Posterior(*(each / (whole[:, None] if each.ndim > 1 else whole) for each in answer.sums))
+    sums = Sums(*(each / (whole[:, None] if each.ndim > 1 else whole) for each in answer.sums))
     known = np.clip(1 - sums.variance / priors.variance, 1 / RELAXED, 1)
     mean = np.clip(
         (priors.mean + sums.first / known) * n / (n + priors.variance), -LARGEST_MEAN, LARGEST_MEAN
@@ -260,25 +338,13 @@ def maximised(priors: Priors, answer: Answer, weights: Array) -> Priors:
     variance = np.clip(
         sums.variance + sums.second - 2 * step * sums.first + np.square(step), *VARIANCES
     )
-    # a variance of few users is as noisy as few numbers are: as if MORE users had the mean one
-    variance = (n * variance + MORE * variance.mean(0, keepdims=True)) / (n + MORE)
+    variance = (n * variance + more * variance.mean(0)) / (n + more)
     noise = np.where(
         sums.residual > 0,
-        np.maximum(sums.residual / np.maximum(sums.predicted, 1.0), 1e-6),
+        np.maximum(sums.residual / np.maximum(sums.share, 1e-12), 1e-6),
         priors.noise,
     )
     new, use = Priors(mean, variance, noise), heard[:, None]
     return Priors(
         *(np.where(use if a.ndim > 1 else heard, a, b) for a, b in zip(new, priors, strict=True))
     )
-
-
-def predictive(priors: Priors, answer: Answer, weights: Array) -> Priors:
-    """Return the priors of one more user: the mean itself is known from n users only.
-
-    Its variance is 1/(1 + n(v − V)/v²), as a peer's mode is known to v²/(v − V), its prior to v.
-    """
-    n = (1 / np.square(weights).sum(1))[:, None]
-    narrower = np.maximum(priors.variance - answer.sums.variance / np.maximum(answer.answered, 1e-12)[:, None], 0)
-    known = 1 + n * narrower / np.square(priors.variance)
-    return priors._replace(variance=np.minimum(priors.variance + 1 / known, VARIANCES[1]))
