@@ -104,7 +104,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--problems", default="", help="parts of names; all when left out")
     options = parser.parse_args()
-    print("| problem | beside | told | fresh | told − fresh | covered | above | below | clear | wrongly |")
+    print(
+        "| problem | beside | told | fresh | told − fresh | covered | above | below | clear | wrongly |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for name, problem in PROBLEMS.items():

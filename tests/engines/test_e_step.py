@@ -113,7 +113,7 @@ def test_a_fit_is_the_same_everywhere(answering: MakeEngine) -> None:
         return coterie.train(model, LOSS, me, peers, coterie.Mixture(), engine=engine, **QUIET)
 
     here, there = fitted(coterie.InProcess), fitted(answering)
-    assert there.record.end.account["exchanges"] == 27
+    assert there.record.end.account["exchanges"] == 39
     for a, b in zip(here.model.parameters(), there.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
     boards = [run.record.end.account["leaderboard"] for run in (here, there)]
@@ -141,9 +141,9 @@ def test_masked_sums_give_the_same_to_their_rounding() -> None:
     plain = fit(peers=peers)
     boards = [run.record.end.account["leaderboard"] for run in (masked, plain)]
     assert "hierarchical, chosen peers" not in boards[0]
-    for kind in ("alone", "pooled", "pooled, own intercept", "hierarchical"):
-        assert boards[0][kind]["loss"] == pytest.approx(boards[1][kind]["loss"], abs=1e-5)
-    assert masked.record.end.account["exchanges"] == 27
+    for kind in ("alone", "pooled", "pooled, user as a column", "hierarchical"):
+        assert boards[0][kind]["loss"] == pytest.approx(boards[1][kind]["loss"], abs=1e-3)
+    assert masked.record.end.account["exchanges"] == 39
 
 
 def test_posteriors_are_added_under_masks_only_where_a_site_says_so() -> None:
@@ -183,10 +183,10 @@ def test_caps_count_an_e_step_as_what_it_tells(tmp_path: Path) -> None:
     coterie.train(nn.Linear(4, 3), LOSS, me, (), coterie.Mixture(), engine=engine, **QUIET)
     planned = coterie.Mixture().gradients_asked("me", [p.name for p in peers], StepSettings())
     for name, peer in sites.items():
-        assert peer.ledger.given == planned == 15 + 12 * 2 * 6
+        assert peer.ledger.given == planned == 15 + 12 * 3 * 5 + 12 * 2 * 6
         lines = (tmp_path / name).read_text().splitlines()
         assert sum('"e_step": "posterior"' in line for line in lines) == 12
-        assert sum('"e_step": "gradient"' in line for line in lines) == 15
+        assert sum('"e_step": "gradient"' in line for line in lines) == 27
 
 
 def test_spent_caps_and_few_examples_are_refused() -> None:
@@ -269,7 +269,7 @@ def test_a_peer_that_dies_in_the_e_steps_counts_as_it_last_did() -> None:
         )
         return nn.utils.parameters_to_vector(run.model.parameters()).detach(), run
 
-    whole, dies, never = (fitted(r) for r in (range(0), range(22, 99), range(99)))
+    whole, dies, never = (fitted(r) for r in (range(0), range(34, 99), range(99)))
     assert dies[1].record.end.left_out == {"peer 1": {"no answer, in 5 exchanges": 1}}
     assert (dies[0] - whole[0]).norm() < 0.1 * (never[0] - whole[0]).norm()
 

@@ -14,7 +14,7 @@ STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
 """By what the variance of a prior is multiplied; the first stands for 0."""
 INTERCEPT = 10.0
 """The variance of an intercept under the prior of Alone, where that of a coefficient is 1."""
-FOLDS = 8
+FOLDS = 4
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, judged, paths
+from coterie.mixture.candidates import (
+    FOLDS,
+    Candidates,
+    constant,
+    flat_prior,
+    folds_of,
+    judged,
+    paths,
+)
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import Entry, mix
+from coterie.mixture.mixing import Entry, mix, told
 from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Priors, Rows, outputs_of
 from coterie.mixture.prior import Answer, Found, Heard, Question, find_priors
@@ -107,7 +115,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = _clearly_more(served.losses - guess.losses)
+    is_constant = told(served.losses - guess.losses, views - 1).low > 0
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -132,12 +140,6 @@ def _counted(
             question = asking.send(answer)
         except StopIteration as end:
             return end.value, count
-
-
-def _clearly_more(differences: Array) -> bool:
-    """Say whether differences are above 0 in the mean by more than its standard error."""
-    n = len(differences)
-    return n > 1 and float(differences.mean()) > float(differences.std(ddof=1)) / n**0.5
 
 
 Ask = Callable[[Question], Answer]

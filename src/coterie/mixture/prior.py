@@ -31,8 +31,6 @@ JOINT = 12
 """Exchanges in which own and peers' rows are fitted together."""
 TIMES = np.array([1.0, 4.0, 16.0])
 """As how many times the own rows the peers' count there."""
-GROUPS = 4
-"""Peers are chosen without the folds of a group: of so many there are weights, and a prior for each."""
 EXCHANGES = 12
 """Iterations of EM, each an exchange."""
 START = 1.0
@@ -153,15 +151,12 @@ def find_priors(
         peers: how many there are, N.
         intercept: whether the last column is one.
     """
-    units, groups = Units.of(rows.inputs), np.arange(seen.shape[1] - 1) % GROUPS
-    judges = np.column_stack(
-        [seen[:, 0], *(seen[:, 1:][:, groups == g].prod(1) for g in range(groups.max(initial=-1) + 1))]
-    )
-    judged, alike = PeerWeights(judges.shape[1], peers), np.full((1, peers), 1 / peers)
-    pooled = yield from _pooled(rows, family, judges, alike, judged, units)
-    joint = yield from _joint(rows, family, seen, alike, pooled, units, intercept=intercept)
+    units = Units.of(rows.inputs)
+    judged, alike = PeerWeights(seen.shape[1], peers), np.full((1, peers), 1 / peers)
+    pooled = yield from _pooled(rows, family, seen, judged, units=units)
+    joint = yield from _joint(rows, family, seen, alike, pooled, units=units, intercept=intercept)
     chosen = peers >= FEWEST_PEERS and judged.has_looked
-    tau = judged.weights() if chosen else np.repeat(alike, judges.shape[1], 0)
+    tau = judged.weights() if chosen else np.repeat(alike, seen.shape[1], 0)
     weights = np.concatenate([alike, tau]) if chosen else alike
     shape = (len(pooled), len(weights), pooled.shape[2])
     priors = Priors(np.broadcast_to(pooled, shape), np.full(shape, START), np.ones(len(weights)))
@@ -171,9 +166,6 @@ def find_priors(
     few = 1 / np.square(weights).sum(1) <= FEW
     least = 0.3 * priors.variance[:, :1] * few[:, None]
     priors = priors._replace(variance=np.maximum(priors.variance, least))
-    if chosen:  # one for each view again
-        which = np.concatenate([[0, 1], 2 + groups])
-        priors = Priors(priors.mean[:, which], priors.variance[:, which], priors.noise[which])
     return Found(pooled, joint, priors, tau)
 
 
@@ -231,14 +223,16 @@ def _descend(
             gamma = np.where(sy > 0, sy / np.where(sy > 0, scaled, 1), gamma)
         best_loss, length = np.where(fine, loss, best_loss), np.where(fine, 1.0, length / 4)
         best, slope = (np.where(fine[:, None], *both) for both in ((z, best), (gradient, slope)))
-        direction = np.where(fine[:, None], two_loops(slope, history, gamma[:, None, None, None] * start), direction)
+        direction = np.where(
+            fine[:, None], two_loops(slope, history, gamma[:, None, None, None] * start), direction
+        )
         z = best - length[:, None] * direction
     found: Array = np.clip(np.tensordot(units.basis, best, 1), -LARGEST_MEAN, LARGEST_MEAN)
     return found
 
 
 def _pooled(
-    rows: Rows, family: Family, seen: Array, weights: Array, judged: PeerWeights, units: Units
+    rows: Rows, family: Family, seen: Array, judged: PeerWeights, *, units: Units
 ) -> Generator[Question, Answer, Array]:
     """Find the model of all peers' rows; on the way user 0's rows judge them."""
     d, v, k = rows.inputs.shape[1], seen.shape[1], rows.targets.shape[1]
@@ -247,7 +241,7 @@ def _pooled(
         own = gradients_of(rows, family, np.broadcast_to(x, (d, v, k)), seen)
         priors = Priors(x, np.ones(x.shape), np.ones(1))
         flat = np.moveaxis(own, 1, 0).reshape(v, -1)
-        answer = yield Question(priors, weights, flat, "gradient")
+        answer = yield Question(priors, judged.alike, flat, "gradient")
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
         loss, gradient, heard = _means(answer)
@@ -264,8 +258,8 @@ def _joint(
     seen: Array,
     weights: Array,
     pooled: Array,
-    units: Units,
     *,
+    units: Units,
     intercept: bool,
 ) -> Generator[Question, Answer, Array]:
     """Fit own and peers' rows together, beside an intercept of user 0's own, if there is one.
@@ -286,7 +280,9 @@ def _joint(
         theirs, gradient, heard = _means((yield asked))
         outputs, targets = outputs_of(inputs, x), rows.targets[:, None]
         own = (family.losses(outputs, targets) * seen).sum(0) / n
-        slope = back_to_parameters(inputs, (family.predict(outputs) - targets) * (seen / n)[..., None])
+        slope = back_to_parameters(
+            inputs, (family.predict(outputs) - targets) * (seen / n)[..., None]
+        )
         slope[:d] += times[:, None] * gradient
         loss = own + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2
         return loss, slope + ridge * x, heard
