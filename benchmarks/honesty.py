@@ -62,7 +62,7 @@ def users(problem: Problem, truth: Array, random: np.random.Generator) -> list[t
     for k in range(PEERS):
         other = random.normal(size=truth.shape)
         near = truth + SPREAD * other
-        its = {
+        its: dict[str, Array] = {
             "related": near,
             "strangers": other,
             "half wrong": near if k % 2 else -truth,

@@ -90,10 +90,10 @@ def constant_loss(
         >>> round(constant_loss(nn.Linear(1, 1), nn.functional.mse_loss, data, data), 3)
         1.0
     """
-    whole = [whole_of(outputs_on(model, each)) for each in (training, examples)]
-    if whole[0] is None or whole[1] is None:
+    known, judged = (whole_of(outputs_on(model, each)) for each in (training, examples))
+    if known is None or judged is None:
         return None
-    (output, targets), (_, asked) = whole
+    (output, targets), (_, asked) = known, judged
     if not isinstance(output, Tensor) or output.ndim != 2 or not isinstance(targets, Tensor):
         return None
     constant = torch.zeros(1, output.shape[1], dtype=torch.float64, requires_grad=True)
@@ -110,7 +110,7 @@ def constant_loss(
             torch.autograd.backward(mean)
             return mean
 
-        optimizer.step(objective)
+        optimizer.step(objective)  # type: ignore[no-untyped-call]  # torch does not type it
         with torch.no_grad():
             n = len(asked)
             found = float(loss(constant.expand(n, -1), _like(asked)))
