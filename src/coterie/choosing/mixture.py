@@ -4,12 +4,14 @@ See docs/mixture.md.
 """
 
 import itertools
+import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,12 +22,13 @@ from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
+from coterie.errors import KnobError
 from coterie.evaluation.evaluate import example_losses
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.mixture.candidates import FOLDS
+from coterie.mixture.candidates import FOLDS, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry, told
@@ -54,6 +57,30 @@ FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
 
 
+logger = logging.getLogger(__name__)
+
+
+class Remaining:
+    """Say now and then how much is left of something that takes its time.
+
+    Example:
+        >>> Remaining(2, every=0.0).after_one()
+        'exchange 1 of 2, about 0 s left'
+    """
+
+    def __init__(self, whole: int, every: float = 5.0) -> None:
+        self.whole, self.every, self.done = whole, every, 0
+        self._began = self._said = time.monotonic()
+
+    def after_one(self) -> str | None:
+        """Return a line where the last is some seconds ago."""
+        self.done, now = self.done + 1, time.monotonic()
+        if now - self._said < self.every:
+            return None
+        self._said, left = now, (now - self._began) / self.done * (self.whole - self.done)
+        return f"exchange {self.done} of {self.whole}, about {left:.0f} s left"
+
+
 @dataclass(frozen=True)
 class Mixture(Algorithm):
     """Fit a linear model in closed form: no step size, no number of steps, no initial weights.
@@ -65,6 +92,8 @@ class Mixture(Algorithm):
 
     Args:
         single: serve the best candidate in the place of the mixture.
+        trees: take boosted trees and a forest as further candidates, or as the only ones. What is
+            served is then a module that mixes predictions. See docs/trees.md.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -84,8 +113,14 @@ class Mixture(Algorithm):
     """
 
     single: bool = False
+    trees: Literal[True, False, "only"] = False
+
+    def __post_init__(self) -> None:
+        if self.trees not in {True, False, "only"}:
+            raise KnobError(f'`trees` is True, False or "only", got {self.trees!r}')
 
     guards_itself = plans_by_steps = True
+    needs_rows = False
 
     def completed(self, spec: RunSpec) -> RunSpec:
         """Return the run with one step, in which all is done; refuse local steps."""
@@ -131,7 +166,7 @@ class Mixture(Algorithm):
         guarded: bool,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
-        return ClosedForm(spec, engine, costs, single=self.single)
+        return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
 
 
 def family_of(loss: Loss) -> Family | None:
@@ -221,10 +256,16 @@ class ClosedForm(Learner):
     can_restart = False
 
     def __init__(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        single: bool = False,
+        trees: Literal[True, False, "only"] = False,
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.single = single
+        self.single, self.trees = single, trees
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
@@ -254,6 +295,9 @@ class ClosedForm(Learner):
         )
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
+        if self.trees:
+            others = partial(self._trees, (x, y), seed)
+            how |= {"others": others, "linear": self.trees != "only"}
         fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
         return driven(fitting, self._asking(scaling))
 
@@ -266,11 +310,15 @@ class ClosedForm(Learner):
         examples = max([told.get(name) or 1 for name in engine.names], default=1)
         alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
 
+        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + EXCHANGES)
+
         def ask(asked: Asked) -> Answer:
             question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
             point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
             self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
             answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
+            if elsewhere and (said := ends.after_one()):
+                logger.warning("%s", said)
             self._missed.update(list(answers.left_out))
             missed = answers.left_out.items()
             self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
@@ -284,6 +332,17 @@ class ClosedForm(Learner):
             return Answer(sums, answered)
 
         return ask
+
+    def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
+        from coterie.trees.candidates import candidates
+
+        here = self.engine.capabilities.local
+        peers = [peer.examples for peer in self.spec.peers if here]
+        validation = self.spec.me.validation
+        held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
+        given = [Rows(*self._numbers(each)).finite() for each in peers]
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed}
+        return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         """Return inputs (n, D) and targets (n, K) of examples."""
@@ -300,7 +359,8 @@ class ClosedForm(Learner):
         self.step += 1
         self.state = {
             "step": self.step,
-            "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS),
+            "weight": 1
+            - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
 
     def consider(self, validation_loss: float) -> None:
@@ -343,7 +403,7 @@ class ClosedForm(Learner):
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
 
 
-ALONE_KINDS = ("constant", "alone")
+ALONE_KINDS = ("constant", "alone", "forest, alone")
 
 
 def account_of(
@@ -371,7 +431,9 @@ def account_of(
     ours = None if on_test is None else on_test(fitted.served)
     board = {}
     for name, one in {**lines, "served": fitted.served}.items():
-        weight = 1.0 if name == "served" else fitted.entries[name].weight
+        weight = 1.0 if name == "served" else one.weight
+        if name == "alone":  # without the constant, which has a line of its own
+            weight -= fitted.entries["constant"].weight
         line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
         if n >= FEWEST and name != "served":
             said = told(fitted.served.losses - one.losses, fitted.folds)

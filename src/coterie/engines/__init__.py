@@ -4,6 +4,7 @@ from coterie.engines.capabilities import AnswersAtOwnPoints, AnswersESteps, Capt
 from coterie.engines.engine import Capabilities, Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.private_peers import PrivatePeers
+from coterie.engines.processes.engine import Mutual, TorchDistributed, serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites, Replies, Sites
 
@@ -17,9 +18,12 @@ __all__ = [
     "Local",
     "LocalSites",
     "MakeEngine",
+    "Mutual",
     "PrivatePeers",
     "Remote",
     "Replies",
     "Sites",
+    "TorchDistributed",
     "require",
+    "serve",
 ]

@@ -56,6 +56,7 @@ def fit(
     held_out: Rows | None = None,
     others: Others | None = None,
     single: bool = False,
+    linear: bool = True,
 ) -> Fitting:
     """Fit user 0's model.
 
@@ -72,6 +73,7 @@ def fit(
         others: makes further candidates from the fold of each row; a row that does not count has
             none, and is not among the rows that candidates have outputs for.
         single: serve the best candidate in the place of the mixture.
+        linear: whether there are linear candidates; beside the constant, which there always is.
     """
     rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
     n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
@@ -82,7 +84,7 @@ def fit(
     seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
     flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
-    if peers:
+    if linear and peers:
         asking = find_priors(rows, family, seen, peers, intercept=scaling.intercept)
         found, exchanges = yield from _counted(asking)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
@@ -100,7 +102,7 @@ def fit(
         pooled = np.broadcast_to(found.pooled[:, None], (d, views, 1, k))
         together = {"pooled": pooled, "pooled, user as a column": found.joint}
         candidates += [judged(kind, rows, of, folds, scaling) for kind, of in together.items()]
-    candidates += paths(rows, family, priors, folds, scaling)
+    candidates += paths(rows, family, priors, folds, scaling) if linear else ()
     validated = None
     if held_out is not None:
         inputs, validated = scaling.unscaled(held_out)

@@ -25,7 +25,7 @@ from coterie.engines.remote.sites import CountedTransport, Replies, Sites
 from coterie.engines.requests import Request, noise_told, promise_told, whole_number
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError, printable
-from coterie.gradients.gradients import Gradients, is_finite
+from coterie.gradients.gradients import Gradients, add_up, is_finite
 from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.masked_sums import MaskedSums
 from coterie.recording.costs import Traffic
@@ -68,6 +68,7 @@ class Remote:
             too; see `MaskedGroups`.
         largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is
             about 1e-9 of it.
+        one_by_one: of user 0's own gradients, as for `InProcess`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Remote:
         compress: Compress | None = None,
         secure_sums: bool | Mapping[str, Sequence[str]] = False,
         largest: float = 16.0,
+        one_by_one: bool = False,
     ) -> None:
         self.timeout, self.compress = POSITIVE("timeout", timeout), COMPRESS("compress", compress)
         self.misses, self.probe_every = COUNT("misses", misses), COUNT("probe_every", probe_every)
@@ -106,7 +108,8 @@ class Remote:
             sites, names = MaskedGroups(sites, self.groups, names, **how), tuple(self.groups)
             check_names([me.name, *names])
         self.names = tuple(names)
-        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
+        own: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "one_by_one": one_by_one}
+        self.own = InProcess(model, loss, me, **own)
         self.batch_size, self.seed, self._alone = batch_size, seed, False
         self._transport = CountedTransport(sites, timeout, me.name, self.names)
         self._mine = self._transport.mine
@@ -171,6 +174,10 @@ class Remote:
         given_by, left_out = answers()
         kept = {self.names[peer]: row for (_, peer), row in given_by.items()}
         names = tuple(name for name in weights if name in kept)
+        if not rows:  # in the order of the weights: the same bits wherever the peers are
+            arriving = ((name, kept[name]) for name in names)
+            peers, share, _ = add_up(mine.own, arriving, weights)
+            return replace(mine, peers=peers, answered=share, left_out=left_out)
         matrix = torch.stack([kept[name] for name in names]) if names else x.new_empty(0, len(x))
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
@@ -408,7 +415,7 @@ class Remote:
             self._transport.received(name, reply["gradients"].nbytes)
             self._examples[name] = whole_number(reply.get("examples"))
             self._noise[name] = noise_told(reply.get("noise"))
-            self._transport.traffic[name].seconds_computing += seconds_told(
-                reply.get("seconds"), self.timeout
-            )
+            traffic = self._transport.traffic[name]
+            traffic.rounding = max(traffic.rounding, noise_told(reply.get("rounding")))
+            traffic.seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer

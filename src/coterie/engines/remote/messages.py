@@ -14,6 +14,7 @@ from torch import Tensor
 from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
+from coterie.engines.rounding import relative_error
 from coterie.errors import printable
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
@@ -81,11 +82,13 @@ def answer_message(
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
         return {"refused": reply.refused}
-    gradients, asked_as = reply.gradients, _decoded(request["points"])
+    gradients, asked_as, rounding = reply.gradients, decoded(request["points"]), 0.0
     if (
         asked_as is not None and share is None and "e_step" not in request
     ):  # in half precision a share of noise could be rounded away
-        gradients = peer.rounded(gradients, asked_as.dtype, caller)
+        exact = gradients
+        gradients = peer.rounded(exact, asked_as.dtype, caller)
+        rounding = relative_error(exact, gradients)
     about = {
         "site": peer.user.name,
         "step": step,
@@ -93,6 +96,8 @@ def answer_message(
         "examples": reply.examples,
     }
     about |= {} if reply.noise is None else {"noise": reply.noise}
+    # under masks it would tell of the gradient
+    about |= {"rounding": rounding} if rounding and not masked else {}
     return {"gradients": _encoded(gradients), **about}
 
 
@@ -109,7 +114,7 @@ def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str
         return "refused: " + printable(refused, 100)
     if not isinstance(sent, np.ndarray):
         return "not a gradient"
-    gradients = _decoded(sent)
+    gradients = decoded(sent)
     wrong = {
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
         "of another step": _is_other(fields.get("step"), step),
@@ -153,7 +158,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     """Return the request in a message, for this peer's model, or what is wrong with it."""
     if not isinstance(message, dict):
         return "a request must have fields"
-    points, parameters = _decoded(message.get("points")), peer.passes.parameters
+    points, parameters = decoded(message.get("points")), peer.passes.parameters
     if points is None or not is_finite(points):
         return f"a point must be {parameters.size} finite floating-point numbers"
     work = _read_work(message.get("work"), parameters)
@@ -186,7 +191,7 @@ def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
     count, lr, decay, add = (fields.get(name) for name in ("count", "lr", "decay", "add"))
     if type(count) is not int or type(lr) is not float or type(decay) is not float:
         return "steps of its own must have a count, a step size and a decay"
-    row = None if add is None else _decoded(add)
+    row = None if add is None else decoded(add)
     if add is not None and (row is None or not bool(row.isfinite().all())):
         return "what is added must be finite numbers like the points"
     row = None if row is None else row.to(parameters.device, parameters.dtype)
@@ -229,7 +234,7 @@ def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
     )
 
 
-def _decoded(array: Any) -> Tensor | None:
+def decoded(array: Any) -> Tensor | None:
     """Return the numbers of an array; None where it is not one of floating-point numbers.
 
     They are where they came, and not to be changed, unless torch cannot read them there.
