@@ -60,8 +60,8 @@ def users(problem: Problem, truth: Array, random: np.random.Generator) -> list[t
     """Return user 0's examples and those of the peers."""
     found = [examples(truth, problem.own, random)]
     for k in range(PEERS):
-        other = random.normal(size=truth.shape)
-        near = truth + SPREAD * other
+        other: Array = np.asarray(random.normal(size=truth.shape))
+        near: Array = truth + SPREAD * other
         its: dict[str, Array] = {
             "related": near,
             "strangers": other,

@@ -153,7 +153,7 @@ def test_an_untrained_model_is_not_served_without_a_word() -> None:
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
         assert all(map(torch.equal, run.model.parameters(), model.parameters()))
         told = " better than before its first step: steps may be too long, try a lower `lr`."
-        assert run.verdict.finding == "constant"
+        assert run.verdict.finding in ("constant", "alone")
         assert run.verdict.sentence.endswith(told)
 
 
