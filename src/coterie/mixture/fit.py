@@ -117,7 +117,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = told(served.losses - guess.losses, views - 1).low > 0
+    is_constant = clearly_more(served.losses - guess.losses, views - 1)
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -142,6 +142,11 @@ def _counted(
             question = asking.send(answer)
         except StopIteration as end:
             return end.value, count
+
+
+def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
+    """Say whether differences are above 0 in the mean, by the interval that is told."""
+    return told(differences, folds).low > 0
 
 
 Ask = Callable[[Question], Answer]
