@@ -64,7 +64,7 @@ def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     made = coterie.AdaptiveAveraging().learner(spec, engine, costs, guarded=False)
     assert isinstance(made, AdaptiveLearner)
     while made.step < made.half:
-        made.next_step().take()
+        made.take_step()
     return np.asarray(np.mean([fitted.tau() for fitted in made.peer_weights.fitted], axis=0))
 
 

@@ -29,7 +29,7 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
-from coterie.training.loop import TrainingLoop
+from coterie.training.loop import Loop
 
 SOURCE = Path(coterie.__file__).parent
 PLAIN, JUDGING, FIRST = 3, 8, 0
@@ -106,17 +106,18 @@ def traced(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     walks: dict[int | str, Walk] = {"set-up": Walk()}
-    advance = TrainingLoop.advance
+    advance = Loop.advance
 
-    def watched(loop: TrainingLoop, *given: Any) -> Any:
+    def watched(loop: Loop, most: int) -> Any:
         sys.setprofile(None)
-        if loop.learner.step not in steps:
-            return advance(loop, *given)
-        with walks.setdefault(loop.learner.step, Walk()):
-            return advance(loop, *given)
+        step = loop.going[0].learner.step
+        if step not in steps:
+            return advance(loop, most)
+        with walks.setdefault(step, Walk()):
+            return advance(loop, most)
 
     with (
-        mock.patch.object(TrainingLoop, "advance", watched),
+        mock.patch.object(Loop, "advance", watched),
         warnings.catch_warnings(),
         walks["set-up"],
     ):

@@ -266,9 +266,8 @@ class ClosedForm(Learner):
         names, size = list(self.engine.names), self.x.numel()
         self.costs.compute([self.costs.me, *names], times=fitted.exchanges)
         self.costs.exchange(names, down=2 * size, up=4 * size, times=fitted.exchanges)
-        self.step += 1
         self.state = {
-            "step": self.step,
+            "step": self.step + 1,
             "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS),
         }
 

@@ -22,7 +22,7 @@ from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters, copied, load_trained_state, trained_state
 from coterie.learners.captured import StackBlock
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack, why_not_capturable
+from coterie.learners.stack import Stack, Steps, why_not_capturable
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.rules import Alone, Capturable, Rule, State, weights_in
@@ -35,7 +35,8 @@ class NextStep:
     own: Tensor  # user 0's gradient, or whatever is not finite where the step must not be taken
     own_loss: Tensor | float  # on user 0's batch
     left_out: Mapping[str, str]  # the peers left out of it, each with the reason
-    take: Callable[[], None]
+    # write the directions that the learner's stacks are to follow
+    write: Callable[[], None]
 
     def is_finite(self) -> bool:
         """Say whether the step can be taken."""
@@ -82,6 +83,21 @@ class Learner(ABC):
         """Return the steps as blocks of the same work, or why they cannot be taken so."""
         return f"`{type(self.followed).__name__}` takes steps of its own kind"
 
+    @property
+    def stacks(self) -> Sequence[Stack]:
+        """The rows of parameters that follow the directions written."""
+        return ()
+
+    def advanced(self, n: int) -> None:
+        """Go on after n steps that the stacks have taken."""
+        self.step += n
+
+    def take_step(self) -> None:
+        """Ask, and take a step by itself, as the loop does for many at once."""
+        self.next_step().write()
+        Steps().take(self.stacks)
+        self.advanced(1)
+
     @abstractmethod
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step that the answers make; what it needs is asked for here when None."""
@@ -105,13 +121,6 @@ class Learner(ABC):
         """
         self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
         self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
-
-    def finish_step(self) -> None:
-        """Let the scheduler go on, and count the step."""
-        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            with blaming("the scheduler"):
-                self.scheduler.step()
-        self.step += 1
 
     def consider(self, validation_loss: float) -> None:
         """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
@@ -203,7 +212,7 @@ class RuleLearner(Learner):
         # the weights in the last question
         self._asked_for: tuple[dict[str, float], Tensor] | None = None
         super().__init__(spec, engine, costs)
-        self.stacks = (Stack.of_model(spec, self.x, self.scheduler),)
+        self._stack = Stack.of_model(spec, self.x, self.scheduler)
 
     @property
     def followed(self) -> Any:
@@ -226,7 +235,7 @@ class RuleLearner(Learner):
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step that the rule makes of the answers, or of everybody's gradients at x when None."""
         g = self.gradients() if answers is None else self._received(answers)
-        return NextStep(g.own, g.own_loss, g.left_out, partial(self.advance, g))
+        return NextStep(g.own, g.own_loss, g.left_out, partial(self._follow, g))
 
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x.
@@ -290,8 +299,13 @@ class RuleLearner(Learner):
         followed = work.followed(self.x.detach(), gradient)
         return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
 
-    def advance(self, g: Gradients) -> None:
-        """Take the step that the rule makes of these gradients.
+    @property
+    def stacks(self) -> Sequence[Stack]:
+        """The model's parameters."""
+        return (self._stack,)
+
+    def _follow(self, g: Gradients) -> None:
+        """Write the direction that the rule makes of these gradients.
 
         A `GradientError` where it is not finite.
         """
@@ -308,14 +322,12 @@ class RuleLearner(Learner):
             direction, state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
         self.state = state
         self.write(direction)
-        self.stacks[0].step()
-        self.step += 1
 
     def write(self, direction: Tensor) -> None:
         """Let the optimizer find a direction, cut to the norm that is allowed."""
         direction = direction if self.clip_norm is None else cut(direction, self.clip_norm)
         self.parameters.set_gradient(direction)
-        self.stacks[0].direction = direction.unsqueeze(0)
+        self._stack.direction = direction.unsqueeze(0)
 
     def _direction(self, g: Gradients) -> tuple[Tensor, State]:
         """Return the rule's direction and its next state.

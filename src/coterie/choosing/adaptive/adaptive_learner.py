@@ -190,9 +190,6 @@ class AdaptiveLearner(Learner):
         if self.buffers["peers"].shape[1] and answers.buffers is not None:
             self.buffers["peers"] = answers.buffers[self.n_folds + 1 :]
             self.buffers["alone"] = answers.buffers[: self.n_folds + 1]
-        self.alone.step()
-        self.peers.step()
-        self.advanced(1)
 
     def direct(self, own: Tensor, peers: PeerSums, alpha: float | Tensor) -> None:
         """Write the directions of all copies.
