@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack, Steps, why_not_stacked
+from coterie.learners.stack import ELEMENTWISE, Stack, Steps, why_not_stacked
 
 Users = Callable[..., list[coterie.User]]
 
