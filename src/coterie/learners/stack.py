@@ -52,7 +52,7 @@ class Stack:
         self.x, self.direction = x, torch.zeros_like(x)
         self._settings = settings
         norms = [spec.clip_norm or math.inf for spec, count in settings for _ in range(count)]
-        self._norms = None if set(norms) <= {math.inf} else x.new_tensor(norms).unsqueeze(1)
+        self.norms = None if set(norms) <= {math.inf} else x.new_tensor(norms).unsqueeze(1)
         self._steps: list[tuple[Optimizer, LRScheduler | None]] = []
         first = 0
         for spec, count in settings:
@@ -81,14 +81,10 @@ class Stack:
         apart = why_not_stacked(spec.made_optimizer)
         return cls(x.clone(), [(spec, 1)] * len(x) if apart else [(spec, len(x))])
 
-    def cut(self) -> None:
-        """Cut the directions to the norms that are allowed."""
-        if self._norms is not None:
-            self.direction.copy_(cut(self.direction, self._norms))
-
     def optimize(self, rates: Sequence[float] | Sequence[Tensor]) -> None:
         """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()`."""
-        self.cut()
+        if self.norms is not None:
+            self.direction.copy_(cut(self.direction, self.norms))
         first = 0
         for optimizer, scheduler in self._steps:
             last = first + (0 if scheduler is None else len(optimizer.param_groups))
@@ -201,7 +197,8 @@ class Steps:
             self._of, self._joint = states, _joined(optimizers)
         with blaming("the optimizer"):
             for stack in stacks:
-                stack.cut()
+                if stack.norms is not None:  # directions are cut to what is allowed
+                    stack.direction.copy_(cut(stack.direction, stack.norms))
             for joint, members in self._joint:
                 _step(joint, members)
         for stack in stacks:

@@ -56,6 +56,7 @@ class OngoingRun(ResumableRun):
         self.hooks = [as_hook(hook) for hook in hooks]
         self._on_step = [hook for hook in self.hooks if type(hook).on_step is not Hook.on_step]
         self._told_of_gradients = False
+        self.learners = [learner] if guard is None else [learner, guard.shadow]
         self.stepping: Sequence[Learner] = ()  # the learners whose next step is asked for
         # whether the state is that after a whole step, evaluated where that is due
         self.whole = True
@@ -78,11 +79,6 @@ class OngoingRun(ResumableRun):
         self.record = record
         start = Start(self.spec, self.learner.followed, record.configuration, self.learner.step)
         tell(self.hooks, "on_start", start)
-
-    @property
-    def learners(self) -> list[Learner]:
-        """The learner, and its guard's shadow."""
-        return [self.learner] if self.guard is None else [self.learner, self.guard.shadow]
 
     def first_point(self, validation: Mapping[str, float] | None = None) -> None:
         """Record a point before the first step."""

@@ -110,11 +110,6 @@ class AdaptiveLearner(Learner):
         """The rule that was asked for."""
         return self.spec.rule
 
-    @property
-    def half(self) -> int:
-        """The branch's first step."""
-        return self.schedule.half
-
     def question(self) -> Question:
         """Return what the next step asks.
 
@@ -124,7 +119,7 @@ class AdaptiveLearner(Learner):
             self._look()
         points, first_phase, judges = (
             self._points("peers"),
-            self.step < self.half,
+            self.step < self.schedule.half,
             self.schedule.judges(self.step),
         )
         weights = self.trunk_weights if first_phase else self.second_half().weights
@@ -198,7 +193,7 @@ class AdaptiveLearner(Learner):
         """
         copies = self.n_folds + 1
         self.alone.direction.copy_(own[:copies])
-        if self.step < self.half:
+        if self.step < self.schedule.half:
             followed(peers, self.longest, out=self.peers.direction)
         else:
             ours, longest = own[copies : 2 * copies], self.second_half().longest
@@ -217,7 +212,7 @@ class AdaptiveLearner(Learner):
 
     def _keep(self, answers: Answers, peers: PeerSums) -> None:
         """Keep what the peers said for the steps up to the next exchange, where there are any."""
-        silent = gave_nothing(answers.left_out)
+        silent = gave_nothing(answers.left_out) if answers.left_out else ()
         self._gave = np.array([name not in silent for name in self.engine.names])
         if answers.refused is not None:
             self._gave = ~answers.refused.numpy()
@@ -229,14 +224,14 @@ class AdaptiveLearner(Learner):
 
         Fork the trunk at its end, and look where it is time.
         """
-        branch = self.step >= self.half
+        branch = self.step >= self.schedule.half
         self._count(n)
         self.step += n
         self.state = {
             "step": self.step,
             "weight": self.schedule.alpha(self.step - 1) if branch else 1.0,
         }
-        if self.step == self.half:
+        if self.step == self.schedule.half:
             self._fork()
         if self.schedule.looks(self.step):
             self._look()
@@ -258,7 +253,7 @@ class AdaptiveLearner(Learner):
     @property
     def held(self) -> tuple[Tensor, ...]:
         """What a step reads and changes beside: weights, how long sums may be, a count."""
-        if self.step < self.half:
+        if self.step < self.schedule.half:
             return self.trunk_weights, self.longest, self.unheard
         fixed = self.second_half()
         return fixed.weights, fixed.longest, self.unheard
@@ -269,7 +264,7 @@ class AdaptiveLearner(Learner):
 
     def numbers(self, step: int) -> list[float]:
         """Return α at a step."""
-        return [1.0 if self.step < self.half else self.schedule.alpha(step)]
+        return [1.0 if self.step < self.schedule.half else self.schedule.alpha(step)]
 
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
         """Write the directions of all copies on the examples drawn; return user 0's loss."""
@@ -376,7 +371,7 @@ class AdaptiveLearner(Learner):
 
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
-        if self.step < self.half:
+        if self.step < self.schedule.half:
             own, weights = self.n_folds + 1, self.peer_weights.of_trunks()
             if self.schedule.judges(self.step):  # everybody is asked at every trunk
                 weights = [*[np.ones(len(self.engine.names))] * self.n_trunks, self._pooled]
@@ -396,10 +391,8 @@ class AdaptiveLearner(Learner):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("step", "half", "state", "unheard", "longest")
-            },
+            **{name: getattr(self, name) for name in ("step", "state", "unheard", "longest")},
+            "half": self.schedule.half,
             "buffers": list(self.buffers.values()),
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),

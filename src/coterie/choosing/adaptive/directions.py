@@ -95,7 +95,8 @@ def followed(peers: PeerSums, longest: Tensor, out: Tensor) -> None:
     """
     answered = peers.answered.clamp(min=1e-12)
     near = peers.sums.norm(dim=-1) <= longest * answered
-    torch.div(peers.sums, _divisors(answered, near), out=out)
+    # what is not followed becomes zero
+    torch.div(peers.sums, torch.where(near, answered, math.inf).unsqueeze(-1), out=out)
 
 
 def mixed(
@@ -113,10 +114,6 @@ def mixed(
     torch.mul(1 - share, ours, out=branch)
     branch += (alpha * accepted[..., :copies]).unsqueeze(-1) * sums[..., :copies, :]
     answered = peers.answered[..., copies:].clamp(min=1e-12)
-    torch.div(sums[..., copies:, :], _divisors(answered, accepted[..., copies:]), out=pooled)
+    divisors = torch.where(accepted[..., copies:], answered, math.inf)
+    torch.div(sums[..., copies:, :], divisors.unsqueeze(-1), out=pooled)
     return accepted
-
-
-def _divisors(weights: Tensor, followed: Tensor) -> Tensor:
-    """Return by what to divide rows of sums, so that those not followed become zero."""
-    return torch.where(followed, weights, math.inf).unsqueeze(-1)
