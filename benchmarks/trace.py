@@ -12,6 +12,7 @@ checks that.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -53,8 +54,8 @@ class Walk:
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         place = _place(frame)
-        if event != "call" or place is None:
-            return
+        if event != "call" or place is None or not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+            return  # not the body of a class, which runs once, when its module is imported
         self.calls.append((place, frame.f_code.co_qualname))
         if "self" in frame.f_locals:
             self.classes.add(type(frame.f_locals["self"]).__name__)

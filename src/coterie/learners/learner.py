@@ -38,10 +38,6 @@ class NextStep:
     # write the directions that the learner's stacks are to follow
     write: Callable[[], None]
 
-    def is_finite(self) -> bool:
-        """Say whether the step can be taken."""
-        return is_finite(self.own)
-
 
 class Learner(ABC):
     """A model, its optimizer, and the best it has been; what it follows says how it steps.

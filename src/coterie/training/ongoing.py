@@ -11,6 +11,7 @@ from coterie.engines.capabilities import TellsPromises
 from coterie.engines.engine import Answers
 from coterie.errors import GradientError, KnobError, PeerLost, UserCodeError, blaming
 from coterie.evaluation.evaluate import evaluate
+from coterie.gradients.gradients import is_finite
 from coterie.learners.captured import Captured
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
@@ -167,24 +168,24 @@ class OngoingRun(ResumableRun):
         """Write the directions of the next step, by answers that were asked for with those of other runs."""
         self.whole = True  # until the step is taken
         try:
-            step = _next_step(self.learner, answers.get(self.learner))
+            with blaming("the model or the loss"):
+                step, *others = [each.next_step(answers.get(each)) for each in self.learners]
         except PeerLost as lost:
             raise self._lost(lost) from lost
-        shadow = None if self.guard is None else self.guard.shadow
-        alone = None if shadow is None else _next_step(shadow, answers.get(shadow))
+        alone = others[0] if others else None
         if self.guard is not None and alone is not None and self.learner.can_restart:
-            if not alone.is_finite():
+            if not is_finite(alone.own):
                 raise self._not_finite(alone)
-            if not step.is_finite():  # the peers led the model astray, not user 0's examples
+            if not is_finite(step.own):  # the peers led the model astray, not user 0's examples
                 step = self._restarted(self.guard)
-        if not step.is_finite():
+        if not is_finite(step.own):
             raise self._not_finite(step)
         self.whole = False
-        self._taken, self.stepping = self._written(step), [self.learner]
+        self._taken, self.stepping = self._written(step), self.learners[:1]
         # steps of this size may suit a method, and be too long alone
-        if shadow is not None and alone is not None and alone.is_finite():
+        if alone is not None and is_finite(alone.own):
             alone.write()
-            self.stepping.append(shadow)
+            self.stepping = self.learners
 
     def _written(self, step: NextStep) -> NextStep:
         """Write a step's directions and return it.
@@ -216,7 +217,8 @@ class OngoingRun(ResumableRun):
     def _restarted(self, guard: Guard) -> NextStep:
         """Let the run go on from the model trained alone, and return its next step."""
         guard.restart(self.learner)
-        return _next_step(self.learner)
+        with blaming("the model or the loss"):
+            return self.learner.next_step()
 
     def _validate(self) -> Mapping[str, float] | None:
         """Return the loss and the metrics on the validation set, where there is one."""
@@ -364,8 +366,3 @@ class OngoingRun(ResumableRun):
                 "Look at what the rule divides by, or for a peer whose gradients are very large"
             )
         return GradientError(f"{of_rule or own}; the state before it is {where}. {remedy}", run)
-
-
-def _next_step(learner: Learner, answers: Answers | None = None) -> NextStep:
-    with blaming("the model or the loss"):
-        return learner.next_step(answers)

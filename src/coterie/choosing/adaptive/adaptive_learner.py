@@ -91,7 +91,8 @@ class AdaptiveLearner(Learner):
         self.buffers = {
             name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()
         }
-        self.trunk_weights = self._tensor(self.peer_weights.of_trunks())
+        self._arrays = self.peer_weights.of_trunks()
+        self.trunk_weights = self._tensor(self._arrays)
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
@@ -170,7 +171,8 @@ class AdaptiveLearner(Learner):
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
-        self.trunk_weights.copy_(self._tensor(self.peer_weights.of_trunks()))
+        self._arrays = self.peer_weights.of_trunks()
+        self.trunk_weights.copy_(self._tensor(self._arrays))
 
     def own_answers(self, answers: Answers) -> tuple[Tensor, Tensor]:
         """Return user 0's gradients and losses."""
@@ -372,7 +374,7 @@ class AdaptiveLearner(Learner):
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
         if self.step < self.schedule.half:
-            own, weights = self.n_folds + 1, self.peer_weights.of_trunks()
+            own, weights = self.n_folds + 1, self._arrays
             if self.schedule.judges(self.step):  # everybody is asked at every trunk
                 weights = [*[np.ones(len(self.engine.names))] * self.n_trunks, self._pooled]
         else:
