@@ -62,7 +62,9 @@ class Learner(ABC):
         self.step = 0
         self.listens_from = 0
         self.exchange_every, self.local_steps = spec.exchange_every, spec.local_steps
-        self.heard: dict[str, Any] | None = None  # what the peers last said, where it is used again
+        self.last_exchange: dict[str, Any] | None = (
+            None  # what the peers last said, where it is used again
+        )
         self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
         self.best: dict[str, Any] = {}
 
@@ -105,7 +107,7 @@ class Learner(ABC):
     def _holds(self) -> bool:
         """Say whether this step uses what the peers said at the last exchange."""
         return (
-            self.heard is not None
+            self.last_exchange is not None
             and self.step % self.exchange_every > 0
             and self.step >= self.listens_from
         )
@@ -168,7 +170,7 @@ class Learner(ABC):
         """
         fresh = self.initial_state() | {"step": self.step}
         due = math.ceil(listens_from / self.exchange_every) * self.exchange_every
-        mine = {"rule": fresh, "best": self.best, "listens_from": due, "heard": None}
+        mine = {"rule": fresh, "best": self.best, "listens_from": due, "last_exchange": None}
         # else the optimizers would share tensors
         self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)
 
@@ -181,7 +183,7 @@ class Learner(ABC):
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rule": self.state,
-            "heard": self.heard,
+            "last_exchange": self.last_exchange,
             "longest": self.bound and self.bound.longest,
             "opposition": self.bound and self.bound.opposition.state_dict(),
             "best": self.best,
@@ -194,7 +196,11 @@ class Learner(ABC):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.listens_from = state["step"], state["listens_from"]
-        self.state, self.best, self.heard = state["rule"], state["best"], state.get("heard")
+        self.state, self.best, self.last_exchange = (
+            state["rule"],
+            state["best"],
+            state.get("last_exchange"),
+        )
         if self.bound is not None:
             self.bound.longest.copy_(state["longest"])
             self.bound.opposition.load_state_dict(state["opposition"])
@@ -239,10 +245,10 @@ class RuleLearner(Learner):
         Nobody but user 0 before step `listens_from` and between exchanges.
         """
         weights = self._weights()
-        if self.heard is not None and self._holds():
+        if self.last_exchange is not None and self._holds():
             g = self._asked({}, rows=False)
             self.count([])
-            return _with_heard(g, self.heard)
+            return _with_last_exchange(g, self.last_exchange)
         rows = self.rule.needs_rows
         at_hand = self.bound is not None and self.engine.capabilities.rows_at_hand
         g = self._asked(weights, rows=rows or at_hand)
@@ -334,13 +340,15 @@ class RuleLearner(Learner):
         both at the
         exchange: bias correction takes off the bias that it took off there.
         """
-        if self.heard is not None and self._holds():
-            direction, after = self.rule(g, self.heard["state"] | {"step": self.state["step"]})
+        if self.last_exchange is not None and self._holds():
+            direction, after = self.rule(
+                g, self.last_exchange["state"] | {"step": self.state["step"]}
+            )
             return direction, self.state | {
                 name: after[name] for name in ("step", "weight") if name in after
             }
         if self.exchange_every > 1:
-            self.heard = _heard(g, self.state)
+            self.last_exchange = _exchanged(g, self.state)
         return self.rule(g, self.state)
 
     def block(self) -> StackBlock | str:
@@ -375,7 +383,7 @@ def one_rate(optimizer: Optimizer) -> float:
     return rates.pop()
 
 
-def _heard(g: Gradients, state: State) -> dict[str, Any] | None:
+def _exchanged(g: Gradients, state: State) -> dict[str, Any] | None:
     """Return what later steps use of an exchange.
 
     What the peers said, where, and the rule's state before it.
@@ -397,12 +405,12 @@ def _heard(g: Gradients, state: State) -> dict[str, Any] | None:
     }
 
 
-def _with_heard(g: Gradients, heard: Mapping[str, Any]) -> Gradients:
+def _with_last_exchange(g: Gradients, last: Mapping[str, Any]) -> Gradients:
     """Return a new own gradient together with what the peers last said."""
-    peers, answered, names = heard["peers"], heard["answered"], tuple(heard["names"])
+    peers, answered, names = last["peers"], last["answered"], tuple(last["names"])
     if peers is not None:
         peers, answered = complete(g.own, peers, answered)
-    return replace(g, peers=peers, rows=heard["rows"], names=names, answered=answered, x=heard["x"])
+    return replace(g, peers=peers, rows=last["rows"], names=names, answered=answered, x=last["x"])
 
 
 def _with_answers(

@@ -236,13 +236,13 @@ def _step(joint: Optimizer, members: Sequence[Optimizer]) -> None:
     if joint is members[0]:
         joint.step()
         return
-    rates = [[group["lr"] for group in each.param_groups] for each in members]
-    if any(rate != rates[0] for rate in rates):
+    settings = [settings_of(each, scheduled=False) for each in members]
+    if any(each != settings[0] for each in settings):
         for each in members:
             each.step()
         return
-    for group, rate in zip(joint.param_groups, rates[0], strict=True):
-        group["lr"] = rate
+    for group, now in zip(joint.param_groups, settings[0], strict=True):
+        group.update(now)  # a schedule may change more than step sizes
     known = len(joint.state)
     joint.step()
     if len(joint.state) > known:  # what is remembered was made in this step

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.arguments import optional, real
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
-from coterie.choosing.adaptive.schedule import LOOKS, Schedule
+from coterie.choosing.adaptive.schedule import EVALUATIONS, Schedule
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.asking import OwnUser, asking
 from coterie.engines.capabilities import require
@@ -160,8 +160,10 @@ class AdaptiveAveraging(Algorithm):
         own_runs = 1.5 * (folds + 1)  # Alone's copies in all steps, the branch's in half of them
         judging = len(spec.me) + (0 if spec.me.validation is None else len(spec.me.validation))
         # forward passes only
-        looks = LOOKS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3
-        seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + looks * own
+        evaluations = (
+            EVALUATIONS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3
+        )
+        seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + evaluations * own
         return Expected(runs, own_runs, seconds, averaging)
 
     def completed(self, spec: RunSpec) -> RunSpec:
@@ -217,8 +219,8 @@ class AdaptiveAveraging(Algorithm):
                 f" too, the least of {int(parts.sum(1).min())}; give more own examples, or a rule"
                 " such as `Alone()`"
             ) from error
-        looks = HeldOutEvaluations(spec, points, folds, nested=self.plan.nested)
-        return AdaptiveLearner(spec, engine, costs, looks, guarded=guarded)
+        evaluations = HeldOutEvaluations(spec, points, folds, nested=self.plan.nested)
+        return AdaptiveLearner(spec, engine, costs, evaluations, guarded=guarded)
 
     def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
         """Return the fold of each own example, (n,), and which examples copies see, (P, n).

@@ -1,25 +1,23 @@
 """Trunk and branch: the learner behind `AdaptiveAveraging`. See docs/adaptive.md.
 
     trunk    first half: F models follow the peers only; user 0's examples, which they do not see,
-    say whom to
-             follow. Trunk q is judged without fold q. A gradient far longer than the others' is not
-             heard
+             say whom to follow. Trunk q is judged without fold q. A gradient far longer than the
+             others' is left out
     pooled   all steps: one more follows the peers by numbers of examples
-    branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α
-    falling; F of
-             them are blind to one fold each, and their losses there say when to stop. A sum of the
-             peers that is longer than they sent while they were judged is not heard
+    branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers,
+             α falling; F of them are blind to one fold each, and their losses there say when to
+             stop. A sum of the peers longer than they sent while they were judged is left out
     alone    all steps: F + 1 copies ask no peer
 
 With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the
 steps between, what they last said is followed.
 
-What is served is the mean of one path's points at its looks, by how often each look is the best
+What is served is the mean of one path's points at its evaluations, by how often each is the best
 under resampling.
 
 This file takes the steps of all copies, in order. `schedule` says at which step what is done,
-`whom` and `peer_weights` whom each copy follows, `trunk` and `branch` the direction of a step,
-`looks` and `when` what is served, `account` what is told of it.
+`weights` and `peer_weights` whom each copy follows, `directions` the direction of a step,
+`evaluations` and `stopping` what is served, `account` what is told of it.
 """
 
 import math
@@ -61,7 +59,7 @@ from coterie.recording.result import GuardDecision
 class AdaptiveLearner(Learner):
     """Follow the peers first and the own examples more and more, and serve what the own examples found best.
 
-    The model is, at every look, what would be served then.
+    The model is, at every evaluation, what would be served then.
     """
 
     def __init__(
@@ -69,15 +67,15 @@ class AdaptiveLearner(Learner):
         spec: RunSpec,
         engine: Engine,
         costs: Costs,
-        looks: HeldOutEvaluations,
+        evaluations: HeldOutEvaluations,
         *,
         guarded: bool,
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.looks, self.guarded = looks, guarded
-        self.points, self.nested = looks.points, looks.nested
+        self.evaluations, self.guarded = evaluations, guarded
+        self.points, self.nested = evaluations.points, evaluations.nested
         # the parts of `points`: all own examples, then all but each fold
-        self.n_folds = int(looks.folds.max()) + 1
+        self.n_folds = int(evaluations.folds.max()) + 1
         # one for each fold, judged without it; or one for all
         self.n_trunks = self.n_folds if self.nested else 1
         self.schedule = Schedule.of(spec.steps)
@@ -95,7 +93,7 @@ class AdaptiveLearner(Learner):
         self.trunk_weights = self._tensor(self._arrays)
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
-        self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
+        self.steps_without_peers = torch.zeros(1, dtype=torch.long, device=self.x.device)
         # how long what peers send to the trunks may be
         self.longest = self.x.new_zeros(len(self.peers.x))
         self._second_half: FixedWeights | None = None
@@ -116,8 +114,8 @@ class AdaptiveLearner(Learner):
 
         The peers at their models, user 0 where copies need its gradient.
         """
-        if self.looks.chosen is None:
-            self._look()
+        if self.evaluations.chosen is None:
+            self._evaluate()
         points, first_phase, judges = (
             self._points("peers"),
             self.step < self.schedule.half,
@@ -132,7 +130,7 @@ class AdaptiveLearner(Learner):
         elif carried:  # a trunk's running statistics are those of the examples that judge it
             own.append(points)
             parts += [*self._judging(), 0]
-        self._asks = judges or self.heard is None or not self._holds()
+        self._asks = judges or self.last_exchange is None or not self._holds()
         if judges:
             self._pooled = self.peer_weights.by_size
         if not self._asks:
@@ -145,8 +143,8 @@ class AdaptiveLearner(Learner):
         answers = self.points.ask(self.question()) if answers is None else answers
         asked = len(self.peers.x) if self._asks else 0
         own, loss = (each[0] for each in self.own_answers(answers))
-        if not self._asks and self.heard is not None:  # between exchanges: the last sums
-            peers = PeerSums(self.heard["sums"], self.heard["answered"])
+        if not self._asks and self.last_exchange is not None:  # between exchanges: the last sums
+            peers = PeerSums(self.last_exchange["sums"], self.last_exchange["answered"])
             return NextStep(own, loss, {}, partial(self._take, answers, peers))
         if answers.judged is None:
             take = partial(self._take, answers, peer_sums(answers, asked))
@@ -199,7 +197,9 @@ class AdaptiveLearner(Learner):
             followed(peers, self.longest, out=self.peers.direction)
         else:
             ours, longest = own[copies : 2 * copies], self.second_half().longest
-            self.unheard += ~mixed(ours, peers, longest, alpha, out=self.peers.direction)[:1]
+            self.steps_without_peers += ~mixed(
+                ours, peers, longest, alpha, out=self.peers.direction
+            )[:1]
 
     def second_half(self) -> FixedWeights:
         """Return the peers' weights in the second half, and how long their sums may be.
@@ -219,12 +219,12 @@ class AdaptiveLearner(Learner):
         if answers.refused is not None:
             self._gave = ~answers.refused.numpy()
         if self.exchange_every > 1 and self._asks:
-            self.heard = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
+            self.last_exchange = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
 
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken.
 
-        Fork the trunk at its end, and look where it is time.
+        Fork the trunk at its end, and evaluate where it is time.
         """
         branch = self.step >= self.schedule.half
         self._count(n)
@@ -235,11 +235,11 @@ class AdaptiveLearner(Learner):
         }
         if self.step == self.schedule.half:
             self._fork()
-        if self.schedule.looks(self.step):
-            self._look()
+        if self.schedule.evaluates(self.step):
+            self._evaluate()
 
     def block(self) -> StackBlock | str:
-        """Return the steps between two Gram matrices, looks or forks, which are the same work."""
+        """Return the steps between two Gram matrices, evaluations or forks, which are the same work."""
         if self.exchange_every > 1:
             return "not all steps are alike with `exchange_every`"
         why = self.points.why_not_captured or why_not_capturable(self.optimizer)
@@ -256,9 +256,9 @@ class AdaptiveLearner(Learner):
     def held(self) -> tuple[Tensor, ...]:
         """What a step reads and changes beside: weights, how long sums may be, a count."""
         if self.step < self.schedule.half:
-            return self.trunk_weights, self.longest, self.unheard
+            return self.trunk_weights, self.longest, self.steps_without_peers
         fixed = self.second_half()
-        return fixed.weights, fixed.longest, self.unheard
+        return fixed.weights, fixed.longest, self.steps_without_peers
 
     def drawn(self, step: int) -> list[Tensor]:
         """Return the examples of the next steps, a row for each step."""
@@ -280,8 +280,12 @@ class AdaptiveLearner(Learner):
         self.advanced(n)
 
     def repeats(self) -> int:
-        """Return how many of the next steps are alike: to the next Gram matrix, look or fork."""
-        return 0 if not self.step or self.looks.chosen is None else self.schedule.alike(self.step)
+        """Return how many of the next steps are alike: to the next Gram matrix, evaluation or fork."""
+        return (
+            0
+            if not self.step or self.evaluations.chosen is None
+            else self.schedule.alike(self.step)
+        )
 
     def _fork(self) -> None:
         """Begin the branch from the trunk of the lower loss on examples that did not steer it.
@@ -290,7 +294,7 @@ class AdaptiveLearner(Learner):
         """
         trunks, copies = self.n_trunks, self.n_folds + 1
         ends = self.points.losses(self._points("peers"), self.spec.me.examples)
-        fitted = self.looks.crossed(ends[:trunks]) if self.nested else ends[0]
+        fitted = self.evaluations.crossed(ends[:trunks]) if self.nested else ends[0]
         ours, theirs = (
             losses.mean().nan_to_num(math.inf, math.inf) for losses in (fitted, ends[trunks])
         )
@@ -305,22 +309,22 @@ class AdaptiveLearner(Learner):
             )
         origins = [*origins, [trunks]]
         if self.peer_weights.fork(better):  # else nobody was followed, and Alone is served
-            self.looks.paths |= {"branch": Candidate(), "pooled": Candidate()}
-        self.peers, self.heard = self.peers.forked(origins), None
+            self.evaluations.paths |= {"branch": Candidate(), "pooled": Candidate()}
+        self.peers, self.last_exchange = self.peers.forked(origins), None
         self.buffers["peers"] = torch.stack(
             [self.buffers["peers"][rows].mean(0) for rows in origins]
         )
 
-    def _look(self) -> None:
-        """Look at all paths that have begun."""
+    def _evaluate(self) -> None:
+        """Evaluate all paths that have begun."""
         copies = {"alone": self._points("alone")}
-        if "branch" in self.looks.paths:
+        if "branch" in self.evaluations.paths:
             branch, pooled = torch.split(self._points("peers"), [self.n_folds + 1, 1])
             copies |= {"branch": branch, "pooled": pooled}
-        self.looks.add(self.step, copies)
+        self.evaluations.add(self.step, copies)
 
     def consider(self, validation_loss: float) -> None:
-        """Tell a scheduler that wants to know; what is best is chosen at the looks."""
+        """Tell a scheduler that wants to know; what is best is chosen at the evaluations."""
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(validation_loss)
             for stack in (self.alone, self.peers):
@@ -331,18 +335,22 @@ class AdaptiveLearner(Learner):
 
         Under a guard the one trained alone where its validation loss is lower.
         """
-        return self.looks.guarded() if self.guarded else (copied(self.model), {}, None)
+        return self.evaluations.guarded() if self.guarded else (copied(self.model), {}, None)
 
     def trained_alone(self) -> nn.Module | None:
         """Return the model trained alone beside this one."""
-        return self.looks.alone()
+        return self.evaluations.alone()
 
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights in the path that would be served now.
 
         Nothing where that is Alone.
         """
-        return {} if self.looks.chosen is None else self.peer_weights.served(self.looks.chosen.path)
+        return (
+            {}
+            if self.evaluations.chosen is None
+            else self.peer_weights.served(self.evaluations.chosen.path)
+        )
 
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
         """Return who was listened to, when it stopped, what that cost, and what may be said of it."""
@@ -354,9 +362,14 @@ class AdaptiveLearner(Learner):
             "bytes": mine.bytes_sent + mine.bytes_received,
         }
         judged = self.schedule.judged(self.step)
-        overruled = self.guarded and self.looks.overruled()
+        overruled = self.guarded and self.evaluations.overruled()
         return account_of(
-            self.looks, self.peer_weights, judged, int(self.unheard), cost, overruled=overruled
+            self.evaluations,
+            self.peer_weights,
+            judged,
+            int(self.steps_without_peers),
+            cost,
+            overruled=overruled,
         )
 
     def _judging(self) -> list[int]:
@@ -393,18 +406,21 @@ class AdaptiveLearner(Learner):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         return {
-            **{name: getattr(self, name) for name in ("step", "state", "unheard", "longest")},
+            **{
+                name: getattr(self, name)
+                for name in ("step", "state", "steps_without_peers", "longest")
+            },
             "half": self.schedule.half,
             "buffers": list(self.buffers.values()),
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),
             "alone": self.alone.state_dict(),
             "peers": self.peers.state_dict(),
-            "paths": {name: dict(vars(path)) for name, path in self.looks.paths.items()},
+            "paths": {name: dict(vars(path)) for name, path in self.evaluations.paths.items()},
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "asked": [self.grams, self.gradients_asked],
-            "heard": self.heard,
+            "last_exchange": self.last_exchange,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -419,12 +435,12 @@ class AdaptiveLearner(Learner):
         self.buffers = dict(zip(self.buffers, state["buffers"], strict=True))
         self.peer_weights.load_state_dict(state)
         self._weigh()
-        self.looks.load(state["paths"])
+        self.evaluations.load(state["paths"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
         self.grams, self.gradients_asked = state["asked"]
-        self.heard = state.get("heard")
-        self.unheard.copy_(state["unheard"])
+        self.last_exchange = state.get("last_exchange")
+        self.steps_without_peers.copy_(state["steps_without_peers"])
         self.longest.copy_(state["longest"])

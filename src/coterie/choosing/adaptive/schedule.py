@@ -1,6 +1,6 @@
 """What is done at which step of trunk and branch.
 
-Judging, looks, the fork, and the peers' weight after it.
+Judging, evaluations, the fork, and the peers' weight after it.
 """
 
 import math
@@ -9,8 +9,8 @@ from typing import Self
 
 GRAMS = 12
 """Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
-LOOKS = 20
-"""Looks in a run."""
+EVALUATIONS = 20
+"""Evaluations in a run."""
 FIRST, LAST = 2.2, -4.6
 """The logit of α at the branch's first and last step: α falls from .9 to .01."""
 
@@ -30,13 +30,13 @@ class Schedule:
     steps: int
     half: int  # the branch's first step
     between_grams: int  # in the trunk every peer is judged so often
-    between_looks: int
+    between_evaluations: int
 
     @classmethod
     def of(cls, steps: int) -> Self:
         """Return the schedule of a run of so many steps."""
         half = max(1, round(steps / 2))
-        return cls(steps, half, max(1, half // GRAMS), max(1, steps // LOOKS))
+        return cls(steps, half, max(1, half // GRAMS), max(1, steps // EVALUATIONS))
 
     def judges(self, step: int) -> bool:
         """Say whether a step judges every peer by itself."""
@@ -59,9 +59,9 @@ class Schedule:
             {*range(0, self.steps, every), *self.judged(self.steps), min(self.half, self.steps - 1)}
         )
 
-    def looks(self, steps: int) -> bool:
-        """Say whether there is a look after so many steps."""
-        return steps % self.between_looks == 0 or steps in (self.half, self.steps)
+    def evaluates(self, steps: int) -> bool:
+        """Say whether there is an evaluation after so many steps."""
+        return steps % self.between_evaluations == 0 or steps in (self.half, self.steps)
 
     def alpha(self, step: int) -> float:
         """Return the peers' weight at a step of the branch."""
@@ -71,9 +71,9 @@ class Schedule:
     def alike(self, step: int) -> int:
         """Return how many steps from this one on are the same work.
 
-        To the next Gram matrix, look or fork.
+        To the next Gram matrix, evaluation or fork.
         """
-        ends = [step - step % self.between_looks + self.between_looks, self.steps]
+        ends = [step - step % self.between_evaluations + self.between_evaluations, self.steps]
         if step < self.half:
             ends += [step + -step % self.between_grams, self.half]
         return min(ends) - step
