@@ -70,8 +70,10 @@ class Loop:
             if first.learner.step >= first.spec.steps:
                 break
             taken = self.advance(min(run.until_due() for run in self.going.values()))
-            self.follow_up(taken)
+            ended = self.follow_up(taken)
             self.stopped = interrupted()
+            if not self.stopped:
+                self.finish(Stopped.HOOK, ended)
         self.finish(Stopped.CTRL_C if self.stopped else None)
 
     def advance(self, most: int) -> Mapping[int, Taken]:
@@ -91,8 +93,8 @@ class Loop:
         stepping = [learner for run in runs for learner in run.stepping]
         self.steps.take([stack for learner in stepping for stack in learner.stacks])
 
-    def follow_up(self, taken: Mapping[int, Taken]) -> None:
-        """Evaluate, save and tell the hooks after a step, as is due; end runs whose hooks say so."""
+    def follow_up(self, taken: Mapping[int, Taken]) -> list[int]:
+        """Evaluate, save and tell the hooks after a step, as is due; return the runs that hooks end."""
         due = any(run.due for run in self.going.values())
         places = {id(run): place for place, run in self.going.items()}
 
@@ -100,11 +102,11 @@ class Loop:
             return run.taken(*taken[places[id(run)]], validation)
 
         ended = self.evaluated(told, due=due)
-        self.finish(Stopped.HOOK, [place for place, by_hook in ended.items() if by_hook])
         if self.show is not None and self.going:
             losses = [loss for loss, _ in taken.values()]
             step = max(run.learner.step for run in self.going.values())
             self.show(step, sum(losses) / max(1, len(losses)), math.nan, None)
+        return [place for place, by_hook in ended.items() if by_hook]
 
     def evaluated(
         self, do: Callable[[OngoingRun, Mapping[str, float] | None], T], *, due: bool
