@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 KS, SEEDS = (1, 2, 4, 6, 10), range(5)
-FUZZED = ("frames_to_a_worker", "messages_to_a_site", "replies_to_user_0", "notes_of_strangers")
+FUZZED = ("questions_to_a_worker", "messages_to_a_site", "replies_to_user_0", "notes_of_strangers")
 CHUNKS = 4  # into how many jobs a count is cut
 
 

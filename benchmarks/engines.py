@@ -1,16 +1,16 @@
 """What a step costs when the peers are in other processes, over the bare calls of the same transport.
 
-    python benchmarks/engines.py                     # 3 peers on this machine, d = 10,000 and
-    1,000,000 python benchmarks/engines.py --engine torch --seconds 30 python benchmarks/engines.py
-    --engine torch --sides bare everyone --d 1000000
+    python benchmarks/engines.py                   # 3 peers here, d = 10,000 and 1,000,000
+    python benchmarks/engines.py --engine torch --seconds 30
+    python benchmarks/engines.py --engine torch --sides bare sums --peers 7 --d 10000000
 
-Every side takes its turn in the same processes. For torch.distributed (gloo):
+Every side takes its turn in the same processes. For processes:
 
-- calls: one broadcast of x and one reduce of d numbers, nothing else;
+- calls: one broadcast of x and one reduce of d numbers by gloo, nothing else;
 - bare: the same with every rank's gradient by plain autograd between them, as a script without
   coterie would do;
-- ours: `TorchDistributed.gradients`, with the weights, the notes and the checks; with `gather`; and
-  masked, with `secure_sums`;
+- ours: `TorchDistributed.gradients`, where each sends its own; sums: where peers give sums only,
+  which they pass on; masked: with `secure_sums`; adaptive: a question at five points;
 - everyone: `Mutual.gradients`, where all four ask each other at the same time, over four bare
   steps, one after the other.
 
@@ -42,13 +42,13 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import coterie
-from coterie.engines.mutual.engine import Mutual
-from coterie.engines.mutual.processes import LAST_THREAD
-from coterie.engines.torch_distributed.engine import TorchDistributed, join, serve
+from coterie.engines.engine import Question
+from coterie.engines.processes.engine import Mutual, TorchDistributed, serve
+from coterie.engines.processes.processes import LAST_THREAD
 from coterie.gradients.parameters import Parameters
 
-PEERS = 3
-SIDES = ("calls", "bare", "ours", "gather", "masked", "everyone")
+PEERS = int(os.environ.get("WORLD_SIZE", "4")) - 1
+SIDES = ("calls", "bare", "ours", "sums", "masked", "adaptive", "everyone")
 ROUNDS = 15
 """How often every side takes its turn; the ratio is the median of the rounds', since a machine's load drifts."""
 
@@ -88,8 +88,8 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
 
 def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
     """Time a broadcast and a reduce, as a script without coterie would call them."""
-    group = join(60)
-    group.connect("gloo")
+    at = f"tcp://127.0.0.1:{os.environ['BARE_PORT']}"
+    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=1 + PEERS)
     model, mine = Flat(d), user(rank)
     x = Parameters(model).share()
     gradient = torch.zeros(d)
@@ -104,25 +104,32 @@ def bare(rank: int, d: int, steps: int, with_gradients: bool) -> list[float]:
         dist.reduce(gradient, 0)
 
     seconds = timed(step, steps)
-    group.disconnect()
+    dist.destroy_process_group()
     return seconds
 
 
 def ours(
-    rank: int, d: int, steps: int, *, gather: bool = False, secure_sums: bool = False
+    rank: int, d: int, steps: int, *, points: int = 1, sums_only: bool = False, masked: bool = False
 ) -> list[float]:
     """Time the engine."""
     logging.disable(logging.WARNING)  # who joins masked sums
     model, mine = Flat(d), user(rank)
     if rank:
-        serve(model, mse_loss, mine, timeout=60)
+        serve(model, mse_loss, mine, sums_only=sums_only, timeout=60)
         return []
-    engine = TorchDistributed(
-        model, mse_loss, mine, batch_size=4, timeout=60, gather=gather, secure_sums=secure_sums
-    )
+    engine = TorchDistributed(model, mse_loss, mine, batch_size=4, timeout=60, secure_sums=masked)
     x = Parameters(model).share()
     weights = dict.fromkeys(engine.names, 1 / PEERS)
-    seconds = timed(lambda: engine.gradients(x, 0, weights), steps)
+    asked = torch.full((points, PEERS), 1 / PEERS, dtype=torch.float64)
+    question = Question(x.expand(points, -1), 0, asked)
+
+    def step() -> None:
+        if points > 1:
+            engine.ask(question)()
+        else:
+            engine.gradients(x, 0, weights)
+
+    seconds = timed(step, steps)
     engine.close()
     return seconds
 
@@ -148,8 +155,9 @@ def rank_of_torch(rank: int, d: int, seconds: float, only: list[str]) -> None:
         "calls": lambda steps: bare(rank, d, steps, with_gradients=False),
         "bare": lambda steps: bare(rank, d, steps, with_gradients=True),
         "ours": lambda steps: ours(rank, d, steps),
-        "gather": lambda steps: ours(rank, d, steps, gather=True),
-        "masked": lambda steps: ours(rank, d, steps, secure_sums=True),
+        "sums": lambda steps: ours(rank, d, steps, sums_only=True),
+        "masked": lambda steps: ours(rank, d, steps, masked=True),
+        "adaptive": lambda steps: ours(rank, d, steps, points=5),
         "everyone": lambda steps: everyone(rank, d, steps),
     }
     sides = {name: side for name, side in sides.items() if name in only}
@@ -170,12 +178,15 @@ def rank_of_torch(rank: int, d: int, seconds: float, only: list[str]) -> None:
 
 def torch_distributed(d: int, seconds: float, sides: Sequence[str] = SIDES) -> dict[str, float]:
     """Return the median milliseconds of each side, and the `ratio` of ours to the bare calls."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    with socket.socket() as one, socket.socket() as other:
+        ports = []
+        for listening in (one, other):
+            listening.bind(("127.0.0.1", 0))
+            ports.append(str(listening.getsockname()[1]))
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": ports[0],
+        "BARE_PORT": ports[1],
         "WORLD_SIZE": str(1 + PEERS),
     }
     command = [
@@ -225,12 +236,14 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=30, help="time to spend on each line")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="of torch")
+    parser.add_argument("--peers", type=int, default=PEERS, help="of torch")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         rank_of_torch(int(os.environ["RANK"]), options.rank_of, options.seconds, options.sides)
         return
+    globals()["PEERS"] = options.peers
     for engine in options.engine:
         for d in options.d:
             medians = ENGINES[engine](d, options.seconds, options.sides)

@@ -1,7 +1,7 @@
-"""A long run over torch.distributed: the same model as in process at the end, and no growth of memory.
+"""A long run over processes: the same model as in process at the end, and no growth of memory.
 
-    python benchmarks/soak.py                     # 1,000 steps, 100,000 parameters, 8 ranks on this
-    machine python benchmarks/soak.py --gather            # added up in order: the same bits
+    python benchmarks/soak.py                # 1,000 steps, 100,510 parameters, 8 ranks here
+    python benchmarks/soak.py --sums-only    # peers pass on sums
 
 prints how far the two models are apart, and for every rank the resident memory of the last 100
 steps over that of the first 200, medians of one sample a step.
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.engines.processes.engine import TorchDistributed, serve
 
 RANKS, HIDDEN = 8, 1340  # 64 inputs and 10 outputs: 100,510 parameters
 PAGE = resource.getpagesize()
@@ -67,7 +67,7 @@ def trained(engine: Any, peers: list[coterie.User], steps: int, samples: list[in
     )
 
 
-def be_rank(rank: int, steps: int, gather: bool) -> None:
+def be_rank(rank: int, steps: int, sums_only: bool) -> None:
     """Be one of the processes, and print what came of it."""
     torch.set_num_threads(1)
     samples: list[int] = []
@@ -75,11 +75,9 @@ def be_rank(rank: int, steps: int, gather: bool) -> None:
     if rank:
         net = model()
         net.register_forward_hook(lambda *_: samples.append(resident()))
-        serve(net, cross_entropy, user(rank), timeout=120)
+        serve(net, cross_entropy, user(rank), sums_only=sums_only, timeout=120)
     else:
-        there = trained(
-            functools.partial(TorchDistributed, timeout=120, gather=gather), [], steps, samples
-        )
+        there = trained(functools.partial(TorchDistributed, timeout=120), [], steps, samples)
         peers = [user(k) for k in range(1, RANKS)]
         here = trained(functools.partial(coterie.InProcess, one_by_one=True), peers, steps, [])
         a, b = (
@@ -97,10 +95,10 @@ def main() -> None:
     """Start the processes and show what they print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--gather", action="store_true")
+    parser.add_argument("--sums-only", action="store_true")
     options = parser.parse_args()
     if "RANK" in os.environ:
-        be_rank(int(os.environ["RANK"]), options.steps, options.gather)
+        be_rank(int(os.environ["RANK"]), options.steps, options.sums_only)
         return
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -115,7 +113,7 @@ def main() -> None:
         __file__,
         "--steps",
         str(options.steps),
-        *["--gather"] * options.gather,
+        *["--sums-only"] * options.sums_only,
     ]
     ranks = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(RANKS)]  # noqa: S603
     sys.exit(max(process.wait() for process in ranks))

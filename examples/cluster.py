@@ -14,7 +14,7 @@ import sys
 import torch
 
 import coterie
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.engines import TorchDistributed, serve
 
 PEERS = ("writer 0", "writer 5", "writer 8")
 

@@ -15,7 +15,7 @@ import sys
 import torch
 
 import coterie
-from coterie.engines.mutual.engine import Mutual
+from coterie.engines import Mutual
 
 WRITERS = (0, 3, 5, 8)
 

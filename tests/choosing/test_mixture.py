@@ -11,8 +11,9 @@ from sklearn.linear_model import RidgeCV
 from torch import nn
 
 import coterie
-from coterie.choosing.mixture import family_of, linear_of
+from coterie.choosing.mixture import family_of
 from coterie.engines import PrivatePeers
+from coterie.engines.peer.linear_rows import linear_of
 from coterie.mixture.families import SOFTMAX, SQUARED, Family
 from coterie.mixture.fit import fit_here
 from coterie.training.checking import default_rule

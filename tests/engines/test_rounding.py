@@ -60,7 +60,7 @@ def trained(where: str, compress: str | None, steps: int = 100) -> coterie.Run:
     me, *peers = users()
     torch.manual_seed(0)
     sent: dict[str, Any] = {} if compress is None else {"compress": compress}
-    over_processes = where == "torch.distributed"
+    over_processes = where == "processes"
     with processes.torch_distributed(**sent) if over_processes else ENGINES[where]() as make:
         made: Any = make
         engine = made if over_processes else partial(made, **sent)

@@ -10,12 +10,15 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +37,7 @@ from coterie.federation.participants import LOG, lead_participant, peer_of, resp
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.federation.watching import LOG as NVFLARE_LOG
+from coterie.privacy.accountant import Event, epsilon_of
 from coterie.recording import End
 from coterie.tables.fit import fit
 
@@ -339,6 +343,45 @@ def test_a_process_that_the_job_needs_is_killed(
     assert len(lines) <= 300 + 30 + 2, (
         "no more is done again than the steps since the last checkpoint"
     )
+
+
+@SLOW
+def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_dies(
+    tmp_path: Path, example: ModuleType
+) -> None:
+    """A site, the server and user 0's worker are stopped for a while, and a site's worker is killed."""
+    folder, epsilon = tmp_path / "trial", 12.0
+    options = ["--rule", "wga", "--own-examples", "40", "--steps", "120", "--timeout", "5"]
+    sites = example.set_up(folder, example.hospitals(None), "va", options)
+    promise = f"[privacy]\nepsilon = {epsilon}\ndelta = 1e-3\nclip = 1.0\nnoise = 4.0\n"
+    for site in sites:
+        path = folder / "sites" / site / "coterie.toml"
+        text = re.sub(r"(?m)^norm = .*$", "", path.read_text(encoding="utf-8"))
+        path.write_text(text + promise, encoding="utf-8")
+    with (
+        example.started(*example.commands(folder, sites)) as (server, site, *_),
+        example.started([*example.COTERIE, "run", str(folder)]) as (run,),
+    ):
+        until(lambda: steps_done(folder) >= 20, "step 20", 240)
+        roles = [server.children(recursive=True)[-1], site.children(recursive=True)[-1], server]
+        for k, role in enumerate(roles, 1):
+            role.send_signal(signal.SIGSTOP)
+            time.sleep(3)
+            role.send_signal(signal.SIGCONT)
+            until(lambda k=k: steps_done(folder) >= 20 * (k + 1), "going on", 240)  # type: ignore[misc]
+        site.children(recursive=True)[-1].kill()
+        assert run.wait(timeout=400) == 0
+    end = end_of(folder)
+    assert end.step == 120
+    for name in sites:
+        lines = (folder / "sites" / name / "requests.jsonl").read_text().splitlines()
+        spent = Counter[Event]()
+        for line in map(json.loads, lines):
+            if "noise" in line and "rate" in line:
+                spent[Event(line["rate"], line["noise"])] += line["gradients"]
+        assert spent.total() >= end.costs[name].gradients > 20
+        assert 0 < epsilon_of(spent, 1e-3) <= epsilon
+        assert end.promises[name]["spent"] == pytest.approx(epsilon_of(spent, 1e-3), rel=1e-6)
 
 
 @SLOW

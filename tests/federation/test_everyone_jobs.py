@@ -18,9 +18,9 @@ from tests.support import intruders
 
 import coterie
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.mutual.letters import packed
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
+from coterie.engines.remote.codec import packed
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies
 from coterie.errors import CoterieError, KnobError, PeerLost

@@ -641,7 +641,8 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server"))
     )
-    assert site.ready() == {"willing": True, "left": 1, "size": 2, "examples": 1}
+    told = {"willing": True, "left": 1, "size": 2, "examples": 1, "no_e_steps": ""}
+    assert site.ready() == told
     assert "gradients" in site.gradients(request)
 
 

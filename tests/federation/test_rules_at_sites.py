@@ -57,7 +57,12 @@ AUTO = {
 }
 
 
-def consortium(place: Path, *options: str, more: str = "", **caps: str) -> Path:
+STEPWISE = ("--steps", str(STEPS), "--batch-size", "16")
+
+
+def consortium(
+    place: Path, *options: str, more: str = "", how: Sequence[str] = STEPWISE, **caps: str
+) -> Path:
     """A consortium by the command line, whose sites have accepted; without the cost of certificates."""
     place.mkdir(exist_ok=True, parents=True)
     patients(60, 0).to_csv(place / "mine.csv", index=False)
@@ -71,7 +76,7 @@ def consortium(place: Path, *options: str, more: str = "", **caps: str) -> Path:
         "ill",
     ]
     words += ["--server", "localhost", *(word for site in SITES for word in ("--site", site))]
-    words += ["--steps", str(STEPS), "--batch-size", "16", *options]
+    words += [*how, *options]
     with mock.patch.object(kits, "provision", without_certificates):
         answer = CliRunner().invoke(app, words)
     assert answer.exit_code == 0, answer.output
@@ -456,3 +461,97 @@ def test_a_knob_that_no_settings_can_hold_is_refused(tmp_path: Path) -> None:
     )
     assert answer.exit_code == 2
     assert "`--knob alpha` cannot be written to the settings" in answer.output
+
+
+E_STEPS = 15 + 12 * 2
+"""As how many gradients a fit with two sites counts: gradients of the pooled model, and posteriors under one prior."""
+
+
+def in_closed_form(place: Path, *options: str, more: str = "") -> Path:
+    """Return a consortium where nothing says how steps are taken."""
+    return consortium(place, *options, more=more, how=())
+
+
+def test_linear_models_are_found_in_closed_form_where_nothing_says_how_steps_are_taken(
+    tmp_path: Path,
+) -> None:
+    """What sites agree to is what they are asked; the model is that of users in this process."""
+    folder = in_closed_form(tmp_path)
+    kit = Kit.load(folder / "sites" / "bern")
+    assert planned_gradients(lead_settings(folder)) == kit.gradients == E_STEPS
+    assert kit.asked == f"{E_STEPS} gradients, in E-steps, each of which is of all your rows"
+    said = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "bern")]).output
+    assert f"plans to ask for at most {kit.asked}" in said
+    lead(folder, sites_of(folder))
+    record = coterie.Record.load(folder / RUN / "record.jsonl")
+    assert record.end.account["exchanges"] == 27
+    assert record.configuration.me.validation == 0
+    for site in SITES:
+        assert given(folder, site) == E_STEPS
+        lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
+        asked = [json.loads(line).get("e_step") for line in lines if "gradients" in line]
+        assert asked == ["gradient"] * 15 + ["posterior"] * 12
+    settings = lead_settings(folder)
+    _, task = lead_participant(folder, settings)
+    assert task is not None
+    users = tuple(peer_of(folder / "sites" / site).user for site in SITES)
+    here = fit(
+        replace(task, peers=users), coterie.Mixture(), "linear", tmp_path / "here", progress=False
+    )
+    assert here is not None
+    boards = [each.end.account["leaderboard"] for each in (record, here.record)]
+    for name, line in boards[0].items():
+        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=1e-6)
+
+
+def test_a_fit_that_a_lost_server_ended_starts_again_to_the_same_bits(tmp_path: Path) -> None:
+    folders = [in_closed_form(tmp_path / name) for name in ("lost", "whole")]
+    with pytest.raises(PeerLost):
+        lead(folders[0], LostAfter(sites_of(folders[0]), 20))
+    for folder in folders:
+        lead(folder, sites_of(folder))
+    assert given(folders[0], "bern") == 15 + 5 * 2 + E_STEPS
+    boards = [
+        coterie.Record.load(folder / RUN / "record.jsonl").end.account["leaderboard"]
+        for folder in folders
+    ]
+    assert boards[0] == boards[1]  # to the bit: numbers are written with all their digits
+
+
+def test_a_site_that_answers_no_e_steps_is_told_before_the_first_question(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    promise = "\n[privacy]\nepsilon = 100.0\ndelta = 1e-3\nclip = 1.0\nnoise = 2.0\n"
+    folder = consortium(tmp_path, more=promise, how=(), norm="inf")
+    with pytest.raises(
+        KnobError, match=r'basel answers no E-steps, it promises.*rule = "adaptive"'
+    ):
+        lead(folder, sites_of(folder))
+    assert not any((folder / "sites" / site / "requests.jsonl").exists() for site in SITES)
+
+
+@pytest.mark.parametrize("posteriors", ["true", "false"])
+def test_masked_sites_add_posteriors_where_they_say_so(posteriors: str, tmp_path: Path) -> None:
+    sums = f"\n[sums]\npeers = 2\nposteriors = {posteriors}\n"
+    folder = in_closed_form(tmp_path, "--rule", "mixture", "--secure-sums", more=sums)
+    sites = LocalSites({})
+    sites.responders = {site: responder_of(folder / "sites" / site) for site in SITES}
+    if posteriors == "false":
+        with pytest.raises(KnobError, match="basel answers no E-steps, it adds gradients"):
+            lead(folder, sites)
+        return
+    lead(folder, sites)
+    plain = in_closed_form(tmp_path / "plain")
+    lead(plain, sites_of(plain))
+    boards = [
+        coterie.Record.load(each / RUN / "record.jsonl").end.account["leaderboard"]
+        for each in (folder, plain)
+    ]
+    for name, line in boards[0].items():
+        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [("--steps", "50"), ("--model", "mlp"), ("--lr", "0.1")])
+def test_who_says_how_steps_are_taken_gets_gradient_steps(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert lead_settings(in_closed_form(tmp_path, *options)).training.rule == "adaptive"

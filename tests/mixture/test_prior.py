@@ -1,20 +1,24 @@
 """EM from sums: against a plain loop, against planted users, and against peers that lie."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from coterie.mixture.families import SQUARED, Array
+from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import asks_here, driven
-from coterie.mixture.peer import FARTHEST, Posterior, bounded, posterior
-from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.peer import FARTHEST, EStep, Sums
+from coterie.mixture.posterior import Priors, Rows, most_probable
 from coterie.mixture.prior import (
     EXCHANGES,
     POOLED,
     RELAXED,
     Answer,
+    Heard,
     Question,
     find_priors,
     maximised,
 )
+from coterie.mixture.scaling import Scaling
 
 RANDOM = np.random.default_rng(0)
 
@@ -29,12 +33,21 @@ def planted(users: int, rows: int, centre: Array, spread: Array) -> list[Rows]:
     return made
 
 
+def asked(priors: Priors, told: str = "posterior", family: str = "squared") -> EStep:
+    d, _, k = priors.mean.shape
+    return EStep(family, Scaling.none(d, k), priors, told)
+
+
+def zeros(d: int, p: int) -> Sums:
+    wide, narrow = np.zeros((d, p, 1)), np.zeros(p)
+    return Sums(narrow, narrow, wide, wide, narrow, wide, wide, wide)
+
+
 def test_the_m_step_is_that_of_a_plain_loop() -> None:
     tau = np.array([0.5, 0.3, 0.2])
     modes, variances, mean, variance = RANDOM.normal(size=3), np.array([0.1, 0.2, 0.05]), 0.4, 1.5
-    sums = Posterior.of(np.zeros((1, 7)), 1, 1)
     first = sum(t * (x - mean) for t, x in zip(tau, modes, strict=True))
-    given = sums._replace(
+    given = zeros(1, 1)._replace(
         first=np.full((1, 1, 1), first),
         second=np.full(
             (1, 1, 1), sum(t * (x - mean) ** 2 for t, x in zip(tau, modes, strict=True))
@@ -55,15 +68,15 @@ def test_the_m_step_is_that_of_a_plain_loop() -> None:
 def test_planted_users_are_found() -> None:
     centre, spread = np.array([2.0, -1.0, 0.5]), np.array([0.02, 0.02, 1.0])
     peers, own = planted(40, 100, centre, spread), planted(1, 20, centre, spread)[0]
-    asked = []
+    questions = []
     ask = asks_here(peers, SQUARED)
 
     def counting(question: Question) -> Answer:
-        asked.append(question)
+        questions.append(question)
         return ask(question)
 
-    found = driven(find_priors(own, SQUARED, np.ones((20, 1)), np.full(40, 100.0)), counting)
-    assert len(asked) == POOLED + EXCHANGES <= 60
+    found = driven(find_priors(own, SQUARED, np.ones((20, 1)), 40), counting)
+    assert len(questions) == POOLED + EXCHANGES <= 60
     np.testing.assert_allclose(found.priors.mean[:2, 0, 0], centre[:2], atol=0.05)
     assert found.priors.variance[0, 0, 0] < 0.01
     assert 0.5 < found.priors.variance[2, 0, 0] < 2
@@ -81,53 +94,146 @@ def test_who_is_contrary_is_not_listened_to() -> None:
     centre = np.array([1.0, 1.0, 1.0])
     peers = planted(6, 80, centre, np.zeros(3)) + planted(6, 80, -centre, np.zeros(3))
     own = planted(1, 30, centre, np.zeros(3))[0]
-    found = driven(
-        find_priors(own, SQUARED, np.ones((30, 1)), np.full(12, 80.0)), asks_here(peers, SQUARED)
-    )
+    found = driven(find_priors(own, SQUARED, np.ones((30, 1)), 12), asks_here(peers, SQUARED))
     assert found.tau[0, 6:].sum() < 0.2
     everybody, chosen = np.abs(found.priors.mean[:, :, 0] - centre[:, None]).max(0)
     assert chosen < 0.5 < everybody
 
 
 def test_one_exchange_with_a_liar_moves_no_more_than_is_stated() -> None:
-    """Whatever a peer of weight τ sends, μ moves by at most 2·5 τ √v and v by 26 τ v more than without it."""
+    """Whatever a peer of weight τ sends, μ moves by at most 2·2·5 τ √v and v by 26 τ v and 50 τ² v more."""
     priors = Priors(np.zeros((2, 1, 1)), np.full((2, 1, 1), 0.3), np.ones(1))
-    honest = posterior(planted(1, 30, np.zeros(2), np.zeros(2))[0], SQUARED, priors)
-    weights = np.full((1, 10), 0.1)
-    most = FARTHEST * np.sqrt(0.3)
+    ask = asked(priors)
+    honest = ask.answer(planted(1, 30, np.zeros(2), np.zeros(2))[0])
+    question, most = Question(priors, np.full((1, 10), 0.1)), FARTHEST * np.sqrt(0.3)
+
+    def moved(last: Array) -> Priors:
+        numbers = np.stack([honest] * 9 + [last])
+        return maximised(priors, Heard().answer(question, ask, numbers), question.weights)
+
+    without = moved(honest)
     for lie in (1e12, -1e12, 3.0, -3.0):
-        sent = bounded(
-            honest._replace(
-                **dict.fromkeys(("first", "second", "variance"), np.full((2, 1, 1), lie))
-            ),
-            priors,
-        )
-        results = []
-        for last in (honest, sent):
-            flat = 0.9 * honest.flat() + 0.1 * last.flat()
-            results.append(maximised(priors, Answer(Posterior.of(flat, 2, 1), np.ones(1)), weights))
-        without, with_it = results
+        with_it = moved(np.full_like(honest, lie))
         assert np.abs(with_it.mean - without.mean).max() <= RELAXED * 2 * 0.1 * most
         assert (
             np.abs(with_it.variance).max()
             <= without.variance.max() + 0.1 * 26 * 0.3 + most**2 * 0.1
         )
+        # residuals too: the noise grows by no more than its bound
+        assert with_it.noise[0] <= without.noise[0] + 26 * priors.noise[0]
+
+
+def test_what_a_peer_tells_is_that_of_a_plain_loop() -> None:
+    """Mode, width, loss, gradient and curvature by parameter, against sums row by row and numerical slopes."""
+    rows = Rows(RANDOM.normal(size=(40, 2)), np.eye(3)[RANDOM.integers(0, 3, 40)])
+    priors = Priors(RANDOM.normal(size=(2, 2, 3)) / 3, np.full((2, 2, 3), 0.5), np.ones(2))
+    ask = asked(priors, "gradient curvature posterior", "softmax")
+    numbers = ask.answer(rows)
+    assert numbers.shape == ask.shape
+    assert np.abs(numbers).max() <= 1
+    told = ask.read(numbers)
+    assert ask.gradients == 2 * 4
+    np.testing.assert_array_equal(told.share, 1)
+
+    def loss(w: Array) -> float:
+        total = 0.0
+        for x, y in zip(rows.inputs, rows.targets, strict=True):
+            s = x @ w
+            total += np.log(np.exp(s).sum()) - s @ y
+        return float(total / len(rows.inputs))
+
+    at = most_probable(rows, SOFTMAX, priors, tolerance=1e-9, iterations=200)
+    for p in range(2):
+        mean, step = priors.mean[:, p], 1e-4
+        np.testing.assert_allclose(told.loss[p], loss(mean))
+        np.testing.assert_allclose(told.first[:, p], at[:, p] - mean, atol=0.01)
+        np.testing.assert_allclose(told.second, np.square(told.first), atol=1e-12)
+        for i in np.ndindex(2, 3):
+            e = np.zeros((2, 3))
+            e[i] = step
+            slope = (loss(mean + e) - loss(mean - e)) / (2 * step)
+            bend = (loss(mean + e) - 2 * loss(mean) + loss(mean - e)) / step**2
+            np.testing.assert_allclose(told.gradient[i[0], p, i[1]], slope, atol=1e-7)
+            np.testing.assert_allclose(told.curvature[i[0], p, i[1]], bend, atol=1e-6)
 
 
 def test_sums_are_all_that_is_used() -> None:
-    """Peers of equal weight may be swapped for two that answer with their mean: nothing changes."""
-    peers = planted(2, 50, np.ones(2), np.ones(2))
+    """The sum of what peers of any sizes send reads as the means over all examples, and over users."""
+    peers = [*planted(1, 50, np.ones(2), np.ones(2)), *planted(1, 20, np.ones(2), np.ones(2))]
     priors = Priors(np.zeros((2, 1, 1)), np.ones((2, 1, 1)), np.ones(1))
-    given = [posterior(rows, SQUARED, priors) for rows in peers]
-    mean = Posterior(*((a + b) / 2 for a, b in zip(*given, strict=True)))
-    each = asks_here(peers, SQUARED)(Question(priors, np.full((1, 2), 0.5))).sums
-    np.testing.assert_allclose(each.flat(), mean.flat())
-    np.testing.assert_allclose(Posterior.of(mean.flat(), 2, 1).first, mean.first)
+    scaling = Scaling.none(2, 1)
+    ask = EStep("squared", scaling, priors, "gradient posterior", examples=50)
+    sums = ask.read((ask.answer(peers[0]) + ask.answer(peers[1])) / 2)
+    x, y = (np.concatenate(each) for each in zip(*peers, strict=True))
+    np.testing.assert_allclose(sums.gradient[:, 0] / sums.share[0], -(x.T @ y) / 70)
+    np.testing.assert_allclose(sums.loss / sums.share, np.square(y).mean() / 2)
+    alone = [asked(priors).read(asked(priors).answer(rows)) for rows in peers]
+    np.testing.assert_allclose(sums.first, (alone[0].first + alone[1].first) / 2)
+
+
+def test_a_peer_that_dies_counts_as_it_last_did_until_it_is_back() -> None:
+    peers = planted(3, 50, np.ones(2), np.ones(2))
+    weights, heard = np.full((1, 3), 1 / 3), Heard()
+    before = Priors(np.zeros((2, 1, 1)), np.ones((2, 1, 1)), np.ones(1))
+    after = Priors(np.full((2, 1, 1), 0.3), np.full((2, 1, 1), 0.8), np.ones(1))
+    first = np.stack([asked(before).answer(rows) for rows in peers])
+    whole = heard.answer(Question(before, weights), asked(before), first)
+    later = np.stack([asked(after).answer(rows) for rows in peers])
+    gone = later.copy()
+    gone[1] = np.nan
+    given = heard.answer(Question(after, weights), asked(after), gone)
+    assert whole.answered == given.answered == 1
+    mode = asked(before).read(first[1]).first + before.mean
+    expected = (
+        asked(after).read(later[0]).first + (mode - after.mean) + asked(after).read(later[2]).first
+    ) / 3
+    np.testing.assert_allclose(given.sums.first, expected)
+    back = heard.answer(Question(after, weights), asked(after), later)
+    np.testing.assert_allclose(
+        back.sums.first, sum(asked(after).read(one).first for one in later) / 3
+    )
+    # one that was never there is left out
+    alone = Heard().answer(Question(after, weights), asked(after), gone)
+    np.testing.assert_allclose(alone.answered, 2 / 3)
+
+
+def test_the_pooled_model_is_that_of_those_who_are_there() -> None:
+    """One of three is gone after some exchanges: what is found is the least squares of the two others."""
+    peers = planted(3, 200, np.ones(3), np.full(3, 0.5))
+    own = planted(1, 20, np.ones(3), np.zeros(3))[0]
+    ask, count = asks_here(peers, SQUARED), 0
+    others = asks_here([*peers[:2], Rows(np.zeros((0, 3)), np.zeros((0, 1)))], SQUARED)
+
+    def leaving(question: Question) -> Answer:
+        nonlocal count
+        count += 1
+        return ask(question) if count <= 4 else others(question)
+
+    found = driven(find_priors(own, SQUARED, np.ones((20, 1)), 3), leaving)
+    x, y = (np.concatenate(each) for each in zip(*peers[:2], strict=True))
+    left = np.linalg.lstsq(x, y, rcond=None)[0]
+    np.testing.assert_allclose(found.pooled[:, 0], left, atol=0.01)
+
+
+def test_bad_questions_are_told() -> None:
+    fine = asked(Priors(np.zeros((2, 1, 1)), np.ones((2, 1, 1)), np.ones(1)))
+    assert fine.wrong() is None
+    for change in (
+        {"told": "rows"},
+        {"told": ""},
+        {"family": "cauchy"},
+        {"examples": np.nan},
+        {"scaling": Scaling.none(3, 1)},
+        {"priors": fine.priors._replace(variance=np.zeros((2, 1, 1)))},
+        {"priors": fine.priors._replace(mean=np.full((2, 1, 1), np.inf))},
+        {"priors": Priors(np.zeros((2, 33, 1)), np.ones((2, 33, 1)), np.ones(33))},
+        {"priors": Priors(np.zeros((0, 1, 1)), np.ones((0, 1, 1)), np.ones(1))},
+    ):
+        assert replace(fine, **change).wrong(), change
 
 
 def test_a_prior_that_nobody_answered_stays() -> None:
     priors = Priors(np.full((2, 1, 1), 0.7), np.full((2, 1, 1), 0.2), np.ones(1))
-    nothing = Posterior(*np.zeros((4, 2, 1, 1)), *np.zeros((3, 1)))
-    kept = maximised(priors, Answer(nothing, np.zeros(1)), np.full((1, 3), 1 / 3))
+    kept = maximised(priors, Answer(zeros(2, 1), np.zeros(1)), np.full((1, 3), 1 / 3))
     for a, b in zip(kept, priors, strict=True):
         np.testing.assert_array_equal(a, b)

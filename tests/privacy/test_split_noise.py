@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 
 import coterie
 from coterie.engines.in_process.passes import Passes
@@ -22,8 +21,6 @@ from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import Request
-from coterie.engines.torch_distributed.group import Group
-from coterie.engines.torch_distributed.secure_sums import MaskedPart
 from coterie.errors import KnobError
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.privacy.masks import Agreement, NoiseShare
@@ -212,10 +209,6 @@ def test_split_noise_needs_masked_sums_of_known_sites(tmp_path: Path) -> None:
     ):
         with pytest.raises(KnobError, match=match):
             Responder(peer, sums)
-    with pytest.raises(KnobError, match="user 0 could be all of them"):
-        MaskedPart(
-            peer, SumsOnly(), Group(HashStore(), 1, 4, 1.0), {"batch_size": 4}, {}, masked_only=True
-        )
     with pytest.raises(KnobError, match="with too little noise"):
         PrivatePeers(model(), LOSS, user("me"), [user("a")], privacy=promise("a"), gradients=5)
     said = peer.answer(Request(torch.zeros(1, D), 0, 0, BATCH)).refused

@@ -86,7 +86,6 @@ OPTIONS: dict[str, list[str]] = {
     "unknown device": ["--device", "gpu"],
     "a device that is not there": ["--device", "cuda:99"],
     "unknown engine": ["--engine", "steam"],
-    "gather without effect": ["--gather"],
     "compress without effect": ["--compress", "bf16"],
     "timeout without effect": ["--timeout", "60"],
     "unknown feature": ["--features", "colour"],

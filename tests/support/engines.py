@@ -60,7 +60,7 @@ def _elsewhere(model: nn.Module) -> nn.Module:
 ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
     "in process": lambda: nullcontext(coterie.InProcess),
     "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
-    "torch.distributed": processes.torch_distributed,
+    "processes": processes.torch_distributed,
     "Flower's messages": lambda: nullcontext(_flower),
     "NVFLARE's, over sites in this process": lambda: nullcontext(_flare),
 }

@@ -1,7 +1,7 @@
 """Nonsense sent to a worker, to a site and to user 0, without a network: what comes of it, counted.
 
     >>> from tests.support import fuzz
-    >>> [kind for kind in fuzz.frames_to_a_worker(20) if kind not in ("answered", "typed")]
+    >>> [kind for kind in fuzz.questions_to_a_worker(20) if kind not in ("answered", "typed")]
     []
 
 Every function takes how many messages to send and a seed. What it counts as "untyped: …" is a
@@ -10,48 +10,29 @@ fault.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from tests.support.processes import Alone
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.processes.engine import _HELLO, _Member, check_hellos, serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.messages import answer_message, read_reply
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.engines.torch_distributed.group import Group
-from coterie.engines.torch_distributed.hellos import HELLO, check_hellos, strictest
-from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.wire import Wire
-from coterie.engines.torch_distributed.worker import _Worker
 from coterie.errors import CoterieError
-from coterie.privacy.keys import Identity
-from coterie.privacy.member import Member
 from coterie.privacy.sums import SumsOnly
 
-RUN: dict[str, Any] = {
-    "batch_size": 4,
-    "seed": 0,
-    "compress": None,
-    "moves_buffers": True,
-    "backend": "gloo",
-    "nonce": "0",
-    "secure_sums": False,
-}
-GO: dict[str, Any] = {"refused": None, "sketch": 4}
+RUN: dict[str, Any] = {"batch_size": 4, "seed": 0, "secure_sums": False, "constants": {}}
+GO: dict[str, Any] = {"refused": None, "names": {"1": "a", "2": "b"}, "sums": False}
 NUMBERS = [0, 1, -1, 2, 3, 4, 5, 7, 16, 17, 2**31, 2**62, 2**63 - 1, -(2**63)]
 
 
@@ -68,30 +49,6 @@ def user(name: str = "a") -> coterie.User:
     )
 
 
-@contextmanager
-def worker(
-    secret: bytes | None = None, notes: Mapping[str, bytes] | None = None, *, masked: bool = False
-) -> Iterator[_Worker]:
-    """Give a worker of rank 1 of 4, of which every message arrives and no answer leaves.
-
-    `notes` stand in the place of user 0's.
-    """
-    group = Group(HashStore(), 1, 4, 1.0, secret)
-    group.leave_note("run", RUN | {"secure_sums": masked})
-    group.leave_note("go", GO)
-    for key, data in (notes or {}).items():
-        group.store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
-    calls = dict.fromkeys(("broadcast", "reduce", "gather", "init_process_group"), mock.DEFAULT)
-    with mock.patch.multiple(dist, **calls), mock.patch.object(Wire, "share_constants"):
-        given: dict[str, Any] = {
-            "sums_only": masked,
-            "secure_sums": masked,
-            "log": None,
-            "privacy": None,
-        }
-        yield _Worker(group, model(), cross_entropy, user(), caps=Caps(), **given)
-
-
 def _outcome(send: Callable[..., object], *arguments: Any, **options: Any) -> str:
     try:
         send(*arguments, **options)
@@ -102,66 +59,50 @@ def _outcome(send: Callable[..., object], *arguments: Any, **options: Any) -> st
     return "answered"
 
 
-def frames_to_a_worker(n: int, seed: int = 0, secret: bytes | None = None) -> Counter[str]:
-    """Send messages of random, flipped and extreme bytes to a worker of torch.distributed."""
+def member(sums: SumsOnly | None = None) -> _Member:
+    """Return a peer "a" of user 0, beside another, "b", without a network."""
+    others: Any = Alone({})
+    peer = Peer(user(), Passes(model(), cross_entropy), Caps(norm=1.0, examples=4))
+    return _Member(others, peer, sums, masked_only=False)
+
+
+def questions_to_a_worker(n: int, seed: int = 0) -> Counter[str]:
+    """Ask a worker of user 0, or pass it on, wrong things; what it gives is finite, within the caps."""
     rng, outcomes = np.random.default_rng(seed), Counter[str]()
-    with worker(secret) as one:
-        for _ in range(n):
-            request = one.wire.request
-            request.ask(Ask(int(rng.integers(2, 4))), int(rng.integers(100)), int(rng.integers(2)))
-            request.weights.fill_(1 / 3)
-            request.points.copy_(torch.from_numpy(rng.normal(size=tuple(request.points.shape))))
-            _spoil(request.bytes.numpy(), request._head.numpy(), request.weights.numpy(), rng)
-            outcomes[_outcome(one.answer, told_to_end=False)] += 1
+    request = {"points": _oddities(rng)[0], "step": 3, "seed": 0, "batch_size": 8}
+    request |= {"buffers": {}, "frozen": None}
+    points = len(request["points"])
+    asked: dict[str, Any] = {"request": request, "weights": np.full((points, 3), 1 / 3)}
+    asked |= {"columns": ["b", "a", "c"], "sketched": 1, "sketch": 4}
+    for k in range(n):
+        one = member(SumsOnly() if k % 2 else None)
+        message = _message(asked, rng)
+        if isinstance(message, dict) and rng.random() < 0.5:
+            message["request"] = _message(request, rng)
+        total = np.ones((points, one.peer.passes.parameters.size))
+        content = {"total": total, "given": np.ones((points, 3), bool), "strict": [1, 1.0]}
+        passed = _message(content | {"digest": "0"}, rng)
+        outcomes[_outcome(_asked, one, k, message, passed)] += 1
     return outcomes
 
 
-def frames_to_a_masked_worker(n: int, seed: int = 0) -> Counter[str]:
-    """Send a worker that gives masked sums only wrong agreements, and spoiled messages that ask for its part."""
-    rng, outcomes = np.random.default_rng(seed), Counter[str]()
-    others = {name: Member(Identity(name), SumsOnly()) for name in "bc"}
-    with worker(masked=True) as one:
-        # for what nobody will ever leave there
-        one.group.store.set_timeout(timedelta(milliseconds=1))
-        for k in range(n):
-            one.wire.take_points(1)
-            request = one.wire.request
-            request.ask(Ask.OFFER, k)
-            one.answer(told_to_end=False)
-            offers: dict[str, Any] = {"a": one.group.read_note(f"sums/{k}/offer/1", "a")}
-            offers |= {name: other.offer() for name, other in others.items()}
-            told: dict[str, Any] = {
-                "weights": dict.fromkeys(offers, 1 / 3),
-                "largest": 16.0,
-                "offers": offers,
-            }
-            is_part = bool(k % 3)
-            note = told if is_part else _message(told, rng)
-            one.group.store.set(f"sums/{k}/agreement", json.dumps(note, default=str))
-            request.ask(Ask.JOIN, k)
-            if is_part:
-                one.answer(told_to_end=False)
-                request.ask(Ask.PART, int(rng.integers(100)))
-                request.weights.fill_(1 / 3)
-                request.points.copy_(torch.from_numpy(rng.normal(size=tuple(request.points.shape))))
-                _spoil(request.bytes.numpy(), request._head.numpy(), request.weights.numpy(), rng)
-            outcomes[_outcome(one.answer, told_to_end=False)] += 1
-    return outcomes
-
-
-def _spoil(data: Any, head: Any, weights: Any, rng: np.random.Generator) -> None:
-    how = rng.integers(4)
-    if how == 0:
-        data[:] = rng.integers(0, 256, len(data))
-    elif how == 1:
-        places = rng.integers(0, len(data), 8)
-        data[places] ^= rng.integers(1, 256, 8).astype(np.uint8)
-    elif how == 2:
-        head[rng.integers(len(head))] = rng.choice(NUMBERS)
-    else:
-        weights.flat[rng.integers(weights.size)] = rng.choice(
-            [np.nan, np.inf, -np.inf, -1, 0, 1e308, 1e-308]
-        )
+def _asked(one: _Member, number: int, message: Any, passed: Any) -> None:
+    """Let a worker answer as its thread does, which survives what it raises."""
+    sent: list[Any] = []
+    one.others.reply = lambda mate, number, answer: sent.append(answer)  # type: ignore[method-assign]
+    lead, b = one.lead, one.others.mates["b"]
+    arguments = dict(message) if isinstance(message, dict) else {"request": message}
+    steps = [(b, "passed", {"sum": number, "content": passed}), (lead, "sum", arguments)]
+    for mate, method, told in steps:
+        try:
+            answer = one._answer(mate, method, told | {"number": number})
+        except Exception as error:
+            answer = {"refused": f"it failed with {type(error).__name__}"}
+        sent += [] if answer is None else [answer]
+    for answer in sent:
+        assert "total" not in answer, "what was passed on was not this sum"
+    if all(answer.get("refused") for answer in sent):
+        raise CoterieError(str(sent))
 
 
 def _oddities(rng: np.random.Generator) -> list[Any]:
@@ -336,56 +277,31 @@ def replies_of_masked_sums(n: int, seed: int = 0) -> Counter[str]:
     return outcomes
 
 
-def notes_of_strangers(n: int, seed: int = 0, secret: bytes | None = None) -> Counter[str]:
-    """Leave wrong notes in the place of user 0's and of the peers'."""
+def notes_of_strangers(n: int, seed: int = 0) -> Counter[str]:
+    """Say wrong things in the place of user 0 and of a peer."""
     rng, outcomes = np.random.default_rng(seed), Counter[str]()
-    odd: list[Any] = [
-        0,
-        -1,
-        2**70,
-        1.5,
-        True,
-        None,
-        "",
-        "x",
-        "gloo",
-        [],
-        {},
-        [[]],
-        {"refused": "\x1b[2J"},
-    ]
+    odd: list[Any] = [0, -1, 2**70, 1.5, True, None, "", "x", [], {}, [[]], {"refused": "\x1b[2J"}]
     odd += [[1, 0.5], [1, 2], [3, 0.5], [None, 1], ["x", "y"], [1, None], [1, 1, 1], [True, True]]
-    wire = Wire(model(), 1, None, moves_buffers=True, backend="gloo")
-    hello = {
-        "name": "a",
-        "examples": 3,
-        "data": "",
-        "size": wire.size,
-        "dtype": "torch.float32",
-        "sums_only": None,
-    }
-    notes: dict[str, dict[str, Any]] = {"run": RUN, "go": GO, "hello/1": hello | {"refused": None}}
+    odd += [{"1": "b"}, {"x": "a"}, {"1": "a", "0": "user 0"}, {"1": "a", "7": "c"}]
+    parameters = sum(p.numel() for p in model().parameters())
+    hello = {"name": "a", "examples": 3, "data": "", "size": parameters, "dtype": "torch.float32"}
+    hello |= {"sums_only": None, "refused": None}
+    notes: dict[str, dict[str, Any]] = {"run": RUN, "go": GO, "hello": hello}
 
-    def read(key: str, data: bytes) -> None:
-        if key == "hello/1":
-            group = Group(HashStore(), 0, 2, 0.1, secret)
-            group.store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
-            said = group.read_note(key, "rank 1", **HELLO)
-            check_hellos("me", wire, [said], [])
-            strictest([said])
+    def hear(subject: str, note: Any) -> None:
+        others: Any = Alone({"run": RUN, "go": GO} | {subject: note})
+        if subject == "hello":
+            heard = {2: others.hear(2, "hello", **_HELLO)}
+            check_hellos(model(), heard)
         else:
-            with worker(secret, {key: data}):
-                pass
+            serve(model(), cross_entropy, user(), processes=others)
 
     for _ in range(n):
-        key = str(rng.choice(list(notes)))
-        note: Any = dict(notes[key])
+        subject = str(rng.choice(list(notes)))
+        note: Any = dict(notes[subject])
         if rng.random() < 0.8:
             note[str(rng.choice(list(note)))] = odd[rng.integers(len(odd))]
         else:
             note = odd[rng.integers(len(odd))]
-        data = bytearray(json.dumps(note).encode())
-        if rng.random() < 0.5:
-            data[rng.integers(len(data))] = rng.integers(256)
-        outcomes[_outcome(read, key, bytes(data))] += 1
+        outcomes[_outcome(hear, subject, note)] += 1
     return outcomes

@@ -1,10 +1,10 @@
-"""Masked sums in this process: peers whose gradients are drawn, keys that are fixed, a ring without a network."""
+"""Masked sums in this process: peers whose gradients are drawn, keys that are fixed."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,23 +12,13 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from tests.support import small_peers
-from tests.support.small_peers import D, model
+from tests.support.small_peers import D
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 
 import coterie
-from coterie.engines.engine import Question
 from coterie.engines.peer import Peer
-from coterie.engines.requests import Request
-from coterie.engines.torch_distributed.group import Group
-from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.secure_sums import MaskedPart, SecureSums
-from coterie.engines.torch_distributed.wire import Notes, Wire
-from coterie.gradients.gradients import Gradients
 from coterie.privacy.keys import Identity, Offer
-from coterie.privacy.masked_sums import MaskedSums
 from coterie.privacy.masks import Agreement, Masks
-from coterie.privacy.sums import SumsOnly
 
 SLOW = bool(os.environ.get("COTERIE_SLOW"))
 """Whether there is time for all that masked sums are held to: 1,000 steps with 10 sites, 2,000 wrong messages."""
@@ -93,52 +83,3 @@ def _signed(site: str, private: X25519PrivateKey) -> Offer:
 
 def _identity(site: str) -> Identity:
     return Identity(site, site.encode().ljust(32))
-
-
-class Ring:
-    """User 0 and n peers under torch.distributed, with all code but the transport.
-
-    What user 0's message says to a peer can be changed on the way, in `told`; `passed` is what
-    ranks pass on.
-    """
-
-    def __init__(self, n: int, sums: SumsOnly | None = None, **settings: Any) -> None:
-        self.people, store = users(n), HashStore()
-        self.names = [user.name for user in self.people[1:]]
-        self.wire = Wire(model(), n, None, moves_buffers=False, backend="gloo")
-        self.wire.send_request = self._deliver  # type: ignore[method-assign]
-        groups = [Group(store, rank, n + 1, 1.0) for rank in range(n + 1)]
-        peers = [peer_of(user, **settings) for user in self.people[1:]]
-        self.parts = [
-            MaskedPart(p, sums or SumsOnly(), g, {"batch_size": 4}, {}, masked_only=True)
-            for p, g in zip(peers, groups[1:], strict=True)
-        ]
-        self.lead = SecureSums(MaskedSums(misses=2), groups[0], self.wire, self.names)
-        self.told: dict[str, Tensor] = {}
-        self.passed: list[Tensor] = []
-
-    def _deliver(self) -> Any:
-        ask, number, _ = self.wire.request.read()
-        for part in self.parts:
-            part.agree(ask, number)
-        return mock.Mock()
-
-    def step(self, x: Tensor, step: int, weights: Mapping[str, float]) -> Gradients:
-        """Return what user 0 gets."""
-        mine = Gradients(own=torch.zeros_like(x))
-        if not self.lead.agree(weights, step):
-            return self.lead.sums.with_sum(mine, None, {}, weights)
-        asked = torch.tensor(
-            [[weights.get(name, torch.nan) for name in self.names]], dtype=torch.float64
-        )
-        self.wire.request.fill(Ask.PART, Question(x[None], step, asked))
-        request, body = Request(x[None], step, 5, 4), self.wire.request.body
-        sent = []
-        for position, part in enumerate(self.parts):
-            words, outcome = part.of(request, self.told.get(self.names[position], body))
-            sent.append(self.wire.part(position, words, outcome, (0.0, 0.0)))
-        self.passed = [functools.reduce(torch.add, sent[: k + 1]) for k in range(len(sent))]
-        notes: list[Notes] = self.wire.notes(Ask.PART, self.passed[-1])
-        return self.lead.with_sum(
-            mine, self.passed[-1], dict(zip(self.names, notes, strict=True)), weights, step
-        )

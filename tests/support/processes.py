@@ -6,11 +6,13 @@ import functools
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,8 +21,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is th
 
 import coterie
 from coterie.engines.engine import MakeEngine
-from coterie.engines.torch_distributed import group as torch_group
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.engines.processes.engine import TorchDistributed, serve
+from coterie.engines.processes.processes import Processes, RemoteProcess
+from coterie.errors import PeerLost
 
 PATIENCE = 30.0
 """Seconds after which what should have happened has not."""
@@ -138,6 +141,40 @@ class Started:
             os.kill(child, signal.SIGKILL)
 
 
+class Alone:
+    """A process of rank 1 with nobody else: what user 0 says is given, what it says is kept."""
+
+    rank, longest = 1, 0
+
+    def __init__(self, heard: Mapping[str, Any]) -> None:
+        self.heard, self.said, self.asked = dict(heard), dict[str, Any](), list[Any]()
+        self.mates = {"user 0": RemoteProcess(0), "b": RemoteProcess(2)}
+        self.mates["user 0"].name, self.mates["b"].name = "user 0", "b"
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def of_rank(self, rank: int) -> RemoteProcess:
+        return self.mates["user 0" if rank == 0 else "b"]
+
+    def hear(self, rank: int, subject: str, **entries: Any) -> Any:
+        if subject not in self.heard:
+            raise PeerLost(f"rank {rank} did not come")
+        self.of_rank(rank).said[subject] = self.heard[subject]
+        return Processes.hear(self, rank, subject, **entries)  # type: ignore[arg-type]  # as there
+
+    def say(self, subject: str, content: Any) -> None:
+        self.said[subject] = content
+
+    def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> None:
+        self.asked.append((names, method, arguments))
+
+    _heard, rendezvous = threading.Condition(), SimpleNamespace(patience=0.1)
+
+
 @contextmanager
 def torch_distributed(
     serving: Sequence[Callable[..., object]] = (), **settings: Any
@@ -156,7 +193,6 @@ def torch_distributed(
             engines.pop().close()
         while running:
             running.pop().end()
-        torch_group._stores.clear()
 
     def make(
         model: nn.Module,

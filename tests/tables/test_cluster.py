@@ -104,7 +104,7 @@ def test_a_table_in_parts_gives_the_model_of_the_whole_table(
     ]
     ways = {
         "table": [[*table, "--out", str(tmp_path / "table")]] * 3,
-        "files": [[*files, "--out", str(tmp_path / "files"), "--gather"]] * 3,
+        "files": [[*files, "--out", str(tmp_path / "files")]] * 3,
         "workers": workers,
     }
     for way, commands in ways.items():

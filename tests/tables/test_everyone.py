@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 from coterie.data import Preparation
-from coterie.engines.mutual.processes import LAST_THREAD
+from coterie.engines.processes.processes import LAST_THREAD
 from coterie.errors import DataError, FileError
 from coterie.everyone.folders import folder_names
 from coterie.recording import files

@@ -3,29 +3,40 @@
 See docs/mixture.md.
 """
 
-from collections.abc import Mapping
+import itertools
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Answers, Engine
+from coterie.engines.capabilities import AnswersESteps
+from coterie.engines.engine import Answers, Engine, Question
+from coterie.engines.peer.linear_rows import linear_of
+from coterie.errors import KnobError
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.candidates import FOLDS, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, asks_here, driven, fit
+from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
+from coterie.mixture.peer import TOLD, EStep
 from coterie.mixture.posterior import Rows
+from coterie.mixture.prior import EXCHANGES, FEWEST_PEERS, POOLED, Answer, Heard
+from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
+from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.users.examples import Examples, InMemory
@@ -35,7 +46,29 @@ from coterie.users.user import Loss
 FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
 
-_WITHOUT_NUMBERS = (nn.Sequential, nn.Flatten, nn.Identity)
+
+logger = logging.getLogger(__name__)
+
+
+class Remaining:
+    """Say now and then how much is left of something that takes its time.
+
+    Example:
+        >>> Remaining(2, every=0.0).after_one()
+        'exchange 1 of 2, about 0 s left'
+    """
+
+    def __init__(self, whole: int, every: float = 5.0) -> None:
+        self.whole, self.every, self.done = whole, every, 0
+        self._began = self._said = time.monotonic()
+
+    def after_one(self) -> str | None:
+        """Return a line where the last is some seconds ago."""
+        self.done, now = self.done + 1, time.monotonic()
+        if now - self._said < self.every:
+            return None
+        self._said, left = now, (now - self._began) / self.done * (self.whole - self.done)
+        return f"exchange {self.done} of {self.whole}, about {left:.0f} s left"
 
 
 @dataclass(frozen=True)
@@ -49,6 +82,8 @@ class Mixture(Algorithm):
 
     Args:
         single: serve the best candidate in the place of the mixture.
+        trees: take boosted trees and a forest as further candidates, or as the only ones. What is
+            served is then a module that mixes predictions. See docs/trees.md.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -68,8 +103,14 @@ class Mixture(Algorithm):
     """
 
     single: bool = False
+    trees: Literal[True, False, "only"] = False
+
+    def __post_init__(self) -> None:
+        if self.trees not in {True, False, "only"}:
+            raise KnobError(f'`trees` is True, False or "only", got {self.trees!r}')
 
     guards_itself = plans_by_steps = True
+    needs_rows = False
 
     def completed(self, spec: RunSpec) -> RunSpec:
         """Return the run with one step, in which all is done; refuse local steps."""
@@ -77,19 +118,33 @@ class Mixture(Algorithm):
         return replace(spec, steps=1) if self.fallback(spec) is None else spec
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
-        """Refuse an engine whose peers are elsewhere."""
-        require(engine, "local", "`Mixture`")
+        """Refuse what `AdaptiveAveraging` refuses where it serves, since a peer answers no E-step."""
+        if engine.capabilities.no_e_steps:
+            AdaptiveAveraging().check(spec, engine)
+
+    def choose(
+        self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
+    ) -> Choice | None:
+        """Return adaptive averaging where the model is not linear, or a peer answers no E-step."""
+        return self._gradients(spec, why_not_linear(spec) or engine.capabilities.no_e_steps)
 
     def fallback(self, spec: RunSpec) -> Choice | None:
         """Return adaptive averaging where the model is not linear, else None."""
-        why = why_not_linear(spec)
-        if why is None:
+        return self._gradients(spec, why_not_linear(spec))
+
+    def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
+        if not why:
             return None
         gradients = AdaptiveAveraging()
         other = gradients.fallback(spec) or Choice(gradients, {})
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
+
+    def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
+        """Return as how many gradients the E-steps of a fit count, at most."""
+        priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
+        return POOLED * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
 
     def learner(
         self,
@@ -100,7 +155,7 @@ class Mixture(Algorithm):
         guarded: bool,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
-        return ClosedForm(spec, engine, costs, single=self.single)
+        return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
 
 
 def family_of(loss: Loss) -> Family | None:
@@ -140,28 +195,6 @@ def _same(one: Any, other: Any) -> bool:
         one is None and other is None
         if isinstance(one, Tensor) or isinstance(other, Tensor)
         else one == other
-    )
-
-
-def linear_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that a model is, behind nothing but a change of shape.
-
-    None for any other model.
-
-    Example:
-        >>> linear_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
-        Linear(in_features=4, out_features=2, bias=True)
-        >>> linear_of(nn.Sequential(nn.Linear(4, 2), nn.ReLU())) is None
-        True
-    """
-    leaves = [each for each in model.modules() if not isinstance(each, _WITHOUT_NUMBERS)]
-    if len(leaves) != 1 or type(leaves[0]) is not nn.Linear:
-        return None
-    layer = leaves[0]
-    return (
-        layer
-        if all(p.requires_grad and p.is_floating_point() for p in layer.parameters())
-        else None
     )
 
 
@@ -212,15 +245,23 @@ class ClosedForm(Learner):
     can_restart = False
 
     def __init__(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        single: bool = False,
+        trees: Literal[True, False, "only"] = False,
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.single = single
+        self.single, self.trees = single, trees
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
         self.fitted: Fitted | None = None
+        # the peers that were left out of some exchanges, with the last reason, and of how many
+        self._left_out, self._missed = dict[str, str](), Counter[str]()
 
     @property
     def followed(self) -> Any:
@@ -231,26 +272,66 @@ class ClosedForm(Learner):
         """Ask the peers for all that is needed, and return the step to the model served."""
         fitted = self._fit()
         own_loss = float(fitted.served.losses.mean())
-        return NextStep(torch.zeros(1), own_loss, {}, partial(self._take, fitted))
+        return NextStep(torch.zeros(1), own_loss, self._left_out, partial(self._take, fitted))
 
     def _fit(self) -> Fitted:
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
         x, y = self._numbers(spec.me.examples)
         scaling = Scaling.of(x, y, family, intercept=intercept)
-        peers = [
-            scaling.clipped(scaling.rows(*self._numbers(peer.examples))) for peer in spec.peers
-        ]
         validation = spec.me.validation
         held_out: Rows | None = (
             None if validation is None else scaling.rows(*self._numbers(validation))
         )
-        sizes = np.array([len(peer) for peer in spec.peers], dtype=np.float64)
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
-        rows = scaling.rows(x, y)
-        fitting = fit(
-            rows, family, scaling, sizes, seed=seed, held_out=held_out, single=self.single
-        )
-        return driven(fitting, asks_here(peers, family))
+        how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
+        if self.trees:
+            others = partial(self._trees, (x, y), seed)
+            how |= {"others": others, "linear": self.trees != "only"}
+        fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
+        return driven(fitting, self._asking(scaling))
+
+    def _asking(self, scaling: Scaling) -> Callable[[Asked], Answer]:
+        """Return what asks the peers, wherever they are: an exchange for each question."""
+        engine, heard, exchanges = self.engine, Heard(), itertools.count()
+        if not isinstance(engine, AnswersESteps):
+            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        told = engine.capabilities.examples
+        examples = max([told.get(name) or 1 for name in engine.names], default=1)
+        alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
+
+        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + EXCHANGES)
+
+        def ask(asked: Asked) -> Answer:
+            question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
+            point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
+            self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
+            answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
+            if elsewhere and (said := ends.after_one()):
+                logger.warning("%s", said)
+            self._missed.update(list(answers.left_out))
+            missed = answers.left_out.items()
+            self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
+            if answers.rows is not None:
+                rows = answers.rows[0].reshape(-1, *question.shape)
+                return heard.answer(asked, question, rows.numpy())
+            if answers.sums is None:
+                raise AssertionError("rows or sums were asked for")
+            sums = question.read(answers.sums.reshape(question.shape).numpy())
+            answered = answers.answered.expand(len(asked.priors.noise)).numpy()
+            return Answer(sums, answered)
+
+        return ask
+
+    def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
+        from coterie.trees.candidates import candidates
+
+        here = self.engine.capabilities.local
+        peers = [peer.examples for peer in self.spec.peers if here]
+        validation = self.spec.me.validation
+        held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
+        given = [Rows(*self._numbers(each)).finite() for each in peers]
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed}
+        return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         """Return inputs (n, D) and targets (n, K) of examples."""
@@ -263,12 +344,11 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        names, size = list(self.engine.names), self.x.numel()
-        self.costs.compute([self.costs.me, *names], times=fitted.exchanges)
-        self.costs.exchange(names, down=2 * size, up=4 * size, times=fitted.exchanges)
+        self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
         self.state = {
             "step": self.step + 1,
-            "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS),
+            "weight": 1
+            - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
 
     def consider(self, validation_loss: float) -> None:
@@ -304,7 +384,7 @@ class ClosedForm(Learner):
         return {} if fitted is None else account_of(fitted, self.tau(), len(self.spec.me))
 
 
-ALONE_KINDS = ("constant", "alone")
+ALONE_KINDS = ("constant", "alone", "forest, alone")
 
 
 def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions,
 from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import users_from_table
 from coterie.data.reading import rank_file, users_in
-from coterie.engines.torch_distributed.place import Place
+from coterie.engines.processes.rendezvous import Address
 from coterie.errors import DataError, KnobError, few_of
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
@@ -32,10 +32,9 @@ def for_everyone(
     """
     if table.me != ALL:
         return False
-    data = table.data if where.engine == "in-process" else rank_file(table.data, Place.told().rank)
+    rank = None if where.engine == "in-process" else Address.told().rank
+    data = table.data if rank is None else rank_file(table.data, rank)
     everyone = ALL not in users_in(data, table.user_column, table)
-    if everyone and where.gather:
-        raise KnobError("`--gather` is for one user 0; leave it out, or name one user in `--me`")
     if everyone and rule.tau:
         raise KnobError("`--tau` weighs the peers of one user; leave it out, or name one in `--me`")
     if everyone and how.repeats > 1:

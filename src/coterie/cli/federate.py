@@ -1,7 +1,7 @@
 """`coterie federate`: train with sites of other organisations, over NVFLARE."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,8 +97,15 @@ class SettingsRuleOptions:
     """The rule."""
 
     rule: Annotated[
-        str, Option(metavar="NAME", help="The rule, one of {rules}; or a method, one of {methods}.")
-    ] = "adaptive"
+        str,
+        Option(
+            metavar="NAME",
+            help=(
+                "The rule, one of {rules}; or a method, one of {methods}. auto: mixture, a linear"
+                " model in closed form, where no option says how steps are taken, else adaptive."
+            ),
+        ),
+    ] = "auto"
     alpha: Annotated[
         str | None,
         Option(
@@ -123,8 +130,14 @@ class SettingsRuleOptions:
         list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule or method; repeat it.")
     ] = field(default_factory=list)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the rule as it is written to the settings."""
+    def settings(self, *, linear: bool = False) -> dict[str, Any]:
+        """Return the rule as it is written to the settings.
+
+        `linear`: whether "auto" may stand for the closed form.
+        """
+        bare = not self.knob and self.alpha is None and self.beta is None
+        if self.rule == "auto":
+            return replace(self, rule="mixture" if linear and bare else "adaptive").settings()
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
         for name in [
             name for name, value in knobs.items() if isinstance(value, FromRun) or value is None
@@ -186,7 +199,9 @@ def init(
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
     steps = {name: value for name, value in vars(run).items() if name != "model"}
-    training = Training(**rule.settings(), **steps, **vars(messages))
+    given = any(steps[each.name] != each.default for each in fields(StepSettings))
+    linear = run.model == "linear" and not (given or who.everyone or messages.secure_sums)
+    training = Training(**rule.settings(linear=linear), **steps, **vars(messages))
     own = Data(
         table=str(table.data.absolute()),
         target=table.target,
@@ -214,11 +229,7 @@ def _print_next_steps(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -
         typer.echo(f"{folder}/coterie.toml   what user 0 trains")
     for site, fingerprint in fingerprints.items():
         if site != who.me:
-            typer.echo(
-                f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key"
-            )
-            typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
-    typer.echo(f"{next(folder.glob('*.whl'))}   coterie itself, for every site to install")
+            _print_kit(folder, site, fingerprint)
     too = f" and coterie federate site {mine}" if who.everyone else ""
     typer.echo(
         f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run"
@@ -247,12 +258,16 @@ def accept(
     fingerprint: Annotated[
         str | None, Option(help="What user 0 has told you; shown and asked for if left out.")
     ] = None,
+    renews: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Your folder that has this kit's old certificates."),
+    ] = None,
 ) -> None:
     """Check the folder that user 0 has made for a site, and write the site's own settings to it.
 
     Example: coterie federate accept basel
     """
-    from coterie.federation import kits, manifest
+    from coterie.federation import kits, manifest, membership
     from coterie.federation.settings import FILE
 
     shown = manifest.fingerprint(folder)
@@ -263,25 +278,39 @@ def accept(
         raise KnobError(
             f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example"
         )
+    if renews is not None:
+        membership.take_renewed(renews, folder, fingerprint or shown)
+        typer.echo(f"{renews} has the new certificates; start `coterie federate site` again")
+        return
     kit = kits.accept(folder, fingerprint or shown)
     who = f"{', '.join(kit.others)} plan" if kit.everyone else f"{kit.lead} plans"
-    typer.echo(f"{who} to ask for at most {kit.gradients} gradients, of {kit.batch_size} rows each")
+    typer.echo(f"{who} to ask for at most {kit.asked}")
     typer.echo(
         f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`"
     )
 
 
 @federate.command(cls=Command)
-def site(folder: SiteFolder = Path()) -> None:
+def site(
+    folder: SiteFolder = Path(),
+    service: Annotated[
+        bool, Option("--service", help="Write a systemd unit that does so, and end.")
+    ] = False,
+) -> None:
     """Check a site's settings, connect to the server, and answer until Ctrl-C.
 
     Nothing in the folder is run.
     """
     from coterie.federation import workspace
+    from coterie.federation.doctor import service_of
     from coterie.federation.settings import site_settings
     from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
     kit, peer = _print_site(folder)
+    if service:
+        unit = service_of(folder)
+        typer.echo(f"{unit}; for this user: systemctl --user enable --now {unit}")
+        return
     place = workspace.site_workspace(folder, kit)
     typer.echo(f"Ctrl-C ends it; NVFLARE's log: {place / LOG}")
     training = site_settings(folder).training
@@ -323,6 +352,13 @@ def _print_site(folder: Path) -> tuple[Any, Any]:
         f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before"
     )
     typer.echo(f"given at most: {peer.caps.in_words()}")
+    if not kit.everyone:
+        typer.echo(f"{kit.lead} plans to ask for at most {kit.asked}")
+    if not kit.batch_size and peer.why_no_e_steps:
+        typer.echo(
+            f"it answers no E-steps, {peer.why_no_e_steps}; ask {kit.lead} to name the rule"
+            ' "adaptive", which takes gradient steps'
+        )
     if kit.everyone != (settings.training is not None):
         raise KnobError(
             f"{folder} must have `sites` and [training] where everyone trains, and only there; take"
@@ -340,7 +376,8 @@ def _print_site(folder: Path) -> tuple[Any, Any]:
                 f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on"
                 " is taken"
             )
-    if settings.privacy is not None and (promise := peer.promise(kit.batch_size)) is not None:
+    promise = peer.promise(kit.batch_size) if kit.batch_size else None
+    if settings.privacy is not None and promise is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
         allowed = peer.of_planned(kit.batch_size, kit.gradients)
         planned = f"{kit.gradients} gradients of {kit.batch_size} rows that {kit.lead} plans"
@@ -373,13 +410,100 @@ def run(
     Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job;
     --resume goes on.
     """
+    _follow(folder, resume=resume, wait=wait)
+
+
+@federate.command(cls=Command)
+def doctor(folder: SiteFolder = Path()) -> None:
+    """Look for what would go wrong at a site, or at user 0: a line each, with the remedy."""
+    from coterie.federation.doctor import examine
+
+    ill = False
+    for finding in examine(folder):
+        typer.echo(str(finding))
+        ill |= bool(finding.remedy)
+    raise typer.Exit(int(ill))
+
+
+@federate.command(cls=Command)
+def status(folder: SiteFolder = Path()) -> None:
+    """Say how things stand at user 0 or at a site: who is connected, what was asked, what is left."""
+    from coterie.federation.doctor import standing
+
+    for line in standing(folder):
+        typer.echo(line)
+
+
+SiteName = Annotated[str, Argument(help="The name of a site.")]
+
+
+@federate.command(cls=Command, name="add-site")
+def add_site(folder: Folder, site: SiteName) -> None:
+    """Make a kit for one more site, which the next run asks.
+
+    Example: coterie federate add-site trial bern
+    """
+    from coterie.federation import membership
+
+    _print_kit(folder, site, membership.add_site(folder, site))
+
+
+@federate.command(cls=Command)
+def renew(
+    folder: Folder,
+    site: Annotated[str | None, Argument(help="The site; user 0's own if left out.")] = None,
+) -> None:
+    """Make new certificates, before the old ones end: a site's, in a new kit, or user 0's own."""
+    from coterie.federation import membership
+
+    fingerprint = membership.renew(folder, site)
+    if site is None or fingerprint is None:
+        typer.echo("user 0's certificates are new; start `coterie federate server` again")
+        return
+    _print_kit(folder, site, fingerprint)
+    typer.echo(f"  there: coterie federate accept {site} --renews THE-OLD-FOLDER")
+
+
+@federate.command(cls=Command)
+def revoke(folder: Folder, site: SiteName) -> None:
+    """Let a site in no more: no run asks it, and the server refuses it from its next start on."""
+    from coterie.federation import membership
+
+    membership.revoke(folder, site)
+    typer.echo(f"{site} is not asked any more; start `coterie federate server` again to refuse it")
+
+
+def _print_kit(folder: Path, site: str, fingerprint: str) -> None:
+    typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
+    typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
+
+
+@federate.command(cls=Command)
+def attach(folder: Folder) -> None:
+    """Follow the job that runs already, after its terminal is gone; Ctrl-C ends it."""
+    _follow(folder, attach=True)
+
+
+@federate.command(cls=Command)
+def stop(folder: Folder) -> None:
+    """End the job that runs, so that no site gives any more; what is saved stays."""
+    from coterie.federation import supervision
+
+    ended = supervision.stop(folder)
+    typer.echo("the job is ended" if ended else "no job runs")
+    typer.echo(f"`coterie federate run {folder} --resume` goes on from what is saved")
+
+
+def _follow(folder: Path, **settings: Any) -> None:
+    """Follow a run to its end, and say where its results are."""
     from coterie.federation.settings import members_of
     from coterie.federation.supervision import follow_everyone, supervise
 
     everyone = bool(members_of(folder))
-    follow = follow_everyone if everyone else supervise
     try:
-        typer.echo(follow(folder, resume=resume, wait=wait, show_line=typer.echo))
+        typer.echo(
+            (follow_everyone if everyone else supervise)(folder, **settings, show_line=typer.echo)
+        )
     except KeyboardInterrupt:
         typer.echo(
             f"stopped; `coterie federate run {folder} --resume` goes on from what is saved",

@@ -15,15 +15,14 @@ from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
 from coterie.data import TableTask, from_table
-from coterie.engines.mutual.meeting import Meeting
-from coterie.engines.torch_distributed.engine import join
-from coterie.engines.torch_distributed.group import Group
+from coterie.engines.processes.processes import Processes
+from coterie.engines.processes.rendezvous import Rendezvous
 from coterie.errors import DataError, KnobError
 from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to
-from coterie.tables import cluster, mutual
+from coterie.tables import cluster
 from coterie.training.run import Run
 
 
@@ -60,7 +59,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
             "`--exchange-every` has no effect with `--rule alone`, which asks nobody; leave it out"
         )
     everyone = for_everyone(table, rule, how, where)
-    table, rule = _in_closed_form(table, rule, how, where)
+    table, rule, how = _in_closed_form(table, rule, how, where)
     if everyone and where.engine == "in-process":
         return train_all(table, rule, how)
     _check_repeats(rule, how, where)
@@ -98,10 +97,11 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
 def _in_closed_form(
     table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions
-) -> tuple[TableOptions, RuleOptions]:
-    """Name the rule that auto stands for.
+) -> tuple[TableOptions, RuleOptions, FitOptions]:
+    """Name the rule and the model that auto stands for.
 
-    The closed form judges by folds of the own rows, and holds none out.
+    The closed form judges by folds of the own rows, and holds none out. Trees are mixed with its
+    linear models, unless `--model` says which.
     """
     stepwise = any(
         getattr(how, each.name) != each.default
@@ -109,11 +109,29 @@ def _in_closed_form(
         if each.name != "seed"
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
-    linear = how.model == "linear" and where.engine == "in-process" and table.weights is None
-    if rule.rule != "auto" or stepwise or knobs or not linear:
-        return table, rule
+    weighted = table.weights is not None or table.class_weight is not None
+    here = where.engine == "in-process" and not weighted
+    kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
+    if rule.rule != "auto" or stepwise or knobs or not here or how.model not in kinds:
+        if how.model == "trees":
+            raise KnobError(
+                "`--model trees` takes no steps, needs all users in this process, and rows that"
+                " count alike; leave out `--rule`, what says how steps are taken, `--engine` and"
+                " `--weights`"
+            )
+        return table, rule, replace(how, model=_linear(how.model))
+    closed = replace(rule, rule="mixture", knob=kinds[how.model])
     validation = 0.0 if table.validation is None else table.validation
-    return replace(table, validation=validation), replace(rule, rule="mixture")
+    return (
+        replace(table, validation=validation),
+        closed,
+        replace(how, model=_linear(how.model)),
+    )
+
+
+def _linear(model: str) -> str:
+    """Return the model that is built: trees grow beside a linear one."""
+    return "linear" if model in {"auto", "trees"} else model
 
 
 def _users(
@@ -123,21 +141,23 @@ def _users(
 
     None where it is a peer, and the run is over.
     """
-    patience, changed = where.timeout or 120.0, {"device": cluster.here(how.device)}
+    changed: dict[str, Any] = {"device": cluster.here(how.device)}
+    if where.engine == "in-process":
+        task = from_table(seed=how.seed, **table.settings())
+        return task, {peer.name: len(peer) for peer in task.peers}, changed
+    others = Processes(Rendezvous(where.timeout or 120.0))
     if everyone:
-        meeting = Meeting(patience)
-        task, sizes, folder = mutual.meet(meeting, table.settings(), seed=how.seed)
-        return task, sizes, changed | {"engine": where.over(meeting), "out": how.out / folder}
-    if where.engine == "torch":
-        group = join(patience)
-        if group.rank:
-            _follow(group, table, how, where)
-            return None
-        settings = table.settings() | {"seed": how.seed}
-        group, task, sizes = cluster.lead(group, settings, model=how.model)
-        return task, sizes, changed | {"engine": where.over(group)}
-    task = from_table(seed=how.seed, **table.settings())
-    return task, {peer.name: len(peer) for peer in task.peers}, {}
+        with others.or_leave():
+            task, sizes, folder = cluster.meet(others, table.settings(), seed=how.seed)
+        changed["out"] = how.out / folder
+    elif others.rank:
+        _follow(others, table, how, where)
+        return None
+    else:
+        with others.or_leave():
+            settings = table.settings() | {"seed": how.seed}
+            task, sizes = cluster.lead(others, settings, model=how.model)
+    return task, sizes, changed | {"engine": where.over(others, everyone=everyone)}
 
 
 def _counted(peers: int) -> str:
@@ -168,11 +188,11 @@ def _split_again(
     )
 
 
-def _follow(group: Group, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
+def _follow(others: Processes, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
-    part = functools.partial(cluster.part_of, group, table.data, *whose, form=table)
-    cluster.follow(group, part, how.model, how.device, secure_sums=where.secure_sums)
+    part = functools.partial(cluster.part_of, others, table.data, *whose, form=table)
+    cluster.follow(others, part, how.model, how.device, secure_sums=where.secure_sums)
 
 
 def _print_result(run: Run, title: str) -> None:

@@ -4,7 +4,8 @@ import typer
 
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.worker import GivingOptions, PeerTableOptions, ProcessOptions
-from coterie.engines.torch_distributed.engine import join
+from coterie.engines.processes.processes import Processes
+from coterie.engines.processes.rendezvous import Rendezvous
 from coterie.tables import cluster
 
 
@@ -14,8 +15,8 @@ def worker(table: PeerTableOptions, gives: GivingOptions, how: ProcessOptions) -
 
     User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is:
     RANK (0 is user 0), WORLD_SIZE, MASTER_ADDR and MASTER_PORT (of user 0's machine).
-    COTERIE_SECRET_FILE may name a file with a secret that all processes share, and that strangers
-    lack.
+    On several machines COTERIE_SECRET_FILE names a file with a secret that all processes share, and
+    that strangers lack.
 
     Example: RANK=2 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 coterie worker --data basel.csv
         --name Basel
@@ -24,5 +25,6 @@ def worker(table: PeerTableOptions, gives: GivingOptions, how: ProcessOptions) -
 
     torch.set_num_threads(how.threads)
     settings = gives.settings()  # what cannot be meant is told before user 0 is
-    answered = cluster.follow(join(how.timeout), table.rows, how.model, how.device, **settings)
+    others = Processes(Rendezvous(how.timeout))
+    answered = cluster.follow(others, table.rows, how.model, how.device, **settings)
     typer.echo(f"{table.name} gave {answered} gradients", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -22,7 +22,7 @@ from coterie.data.columns import (
     weights_in,
     with_dates,
 )
-from coterie.errors import DataError, FileError, did_you_mean
+from coterie.errors import DataError, FileError, KnobError, did_you_mean
 from coterie.recording import files
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ A peer's may lie far outside.
 """
 
 
-TUPLES = ("numeric", "categorical", "classes", "dates")
+TUPLES = ("numeric", "categorical", "classes", "dates", "class_weights")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Preparation:
         ids: the column that tells rows apart, which predictions carry along.
         weights: the column that says how much a row counts in the loss.
         dates: columns of dates, whose parts are among the others.
+        class_weights: how much a row of each class counts in the loss, where they differ.
     """
 
     numeric: tuple[str, ...]
@@ -69,6 +70,7 @@ class Preparation:
     ids: str | None = None
     weights: str | None = None
     dates: tuple[str, ...] = ()
+    class_weights: tuple[float, ...] = ()
 
     @classmethod
     def fit(
@@ -224,6 +226,16 @@ class Preparation:
         }
         names = (f"probability_{each}" for each in self.classes)
         return pd.DataFrame(told | dict(zip(names, probabilities.T.numpy(), strict=True)))
+
+    def balanced(self, targets: pd.Series[Any]) -> Preparation:
+        """Return the same, with a loss in which all classes of these targets count alike."""
+        if self.kind != "classification":
+            raise KnobError(f"`class_weight` is for classes, but {targets.name!r} is a number")
+        if self.weights is not None:
+            raise KnobError("`class_weight` and `weights` both weigh the rows; give one of them")
+        counts = targets.value_counts()
+        weights = (len(targets) / len(counts) / counts).to_dict()
+        return replace(self, class_weights=tuple(weights.get(each, 0.0) for each in self.classes))
 
     def save(self, folder: Path) -> None:
         """Write it to `preparation.json` in a folder, as data that can be read without running code."""

@@ -114,6 +114,13 @@ class TableSettings(FileForm):
             " test."
         ),
     ] = None
+    class_weight: Annotated[
+        Literal["balanced"] | None,
+        Setting(
+            "balanced: all classes count alike in the loss, however rare; the probabilities are"
+            " then those of classes that are equally frequent."
+        ),
+    ] = None
     kind: Annotated[
         Kind | Literal["auto"],
         Setting(
@@ -214,6 +221,8 @@ def from_table(settings: OneUserSettings) -> TableTask:
             features_of, targets, table.targets, table.kind, table.roles.categorical
         )
         preparation = replace(preparation, **table.roles.carried)
+        if settings.class_weight:
+            preparation = preparation.balanced(targets)
     mine = user_of(me, parts, target, preparation)
     peers, left_out, copies = _peers(table, own, preparation)
     if settings.preparation is None:
@@ -387,6 +396,8 @@ def users_from_table(settings: AllUsersSettings) -> TableUsers:
         warnings.warn(f"the user {name!r} is left out: {reason}", stacklevel=2)
     trainings = [training for training, *_ in parts.values()]
     prepare = replace(_prepared_alike(table, trainings), **table.roles.carried)
+    if settings.class_weight:
+        prepare = prepare.balanced(pd.concat([rows[target] for rows in trainings]))
     if settings.suspect:
         warn_of_common_rows({name: table.rows[name] for name in parts}, prepare)
         warn_of_suspicious(table.every, pd.concat(trainings), target, prepare)

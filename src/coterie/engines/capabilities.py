@@ -19,6 +19,7 @@ from coterie.users.user import User
 
 __all__ = [
     "AnswersAtOwnPoints",
+    "AnswersESteps",
     "AsksAtPoints",
     "Capabilities",
     "Captures",
@@ -80,6 +81,17 @@ class WorksLocally(Engine, Protocol):
         """Ask each peer, at one point at most, for the steps in `question.work`.
 
         Return what waits for them.
+        """
+
+
+@runtime_checkable
+class AnswersESteps(Engine, Protocol):
+    """An engine whose peers answer E-steps (`no_e_steps` is empty)."""
+
+    def e_step(self, question: Question) -> Callable[[], Answers]:
+        """Ask each peer with a weight for `question.e_step`, and return what waits for the answers.
+
+        They are rows where the engine has rows, else their weighted sum.
         """
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.gradients.gradients import Gradients, finite_rows, is_finite
+from coterie.mixture.peer import EStep
 from coterie.recording.costs import Traffic
 from coterie.users.user import Loss, User
 
@@ -45,6 +46,8 @@ class Capabilities:
         sketch: how many numbers a peer shows of its gradient where weights are chosen; None where
             it shows all.
         local_work: peers take steps of their own from a point; the engine is then `WorksLocally`.
+        no_e_steps: why peers answer no E-steps; empty where they do, and the engine is then
+            `AnswersESteps`.
 
     Example:
         >>> Capabilities(rows=False).own_points
@@ -66,6 +69,7 @@ class Capabilities:
     many_points: bool = False
     sketch: int | None = None
     local_work: bool = False
+    no_e_steps: str = "peers of this engine answer no E-steps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +142,20 @@ class Question:
     own: Sequence[int] = ()  # which part of user 0's examples answers at each of the last points
     # at the first points each peer by itself, and user 0 on all examples of these parts
     each: Sequence[int] = ()
+    # in the place of a gradient, at one point: where a network is up to the layer
+    e_step: EStep | None = None
+
+    @property
+    def form(self) -> Tensor:
+        """Something like what a peer answers at all points."""
+        return form_of(self.points, self.e_step)
+
+
+def form_of(points: Tensor, e_step: EStep | None) -> Tensor:
+    """Return something with the shape and the type of an answer: the points, but for an E-step."""
+    if e_step is None:
+        return points
+    return torch.zeros(1, math.prod(e_step.shape), dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +206,7 @@ class Answers:
 
         Nothing is as large as all gradients together unless these are asked for.
         """
-        points, weights = question.points, question.weights.tolist()
+        points, weights = question.form, question.weights.tolist()
         answered = points.new_zeros(len(points))
         for point, peer in kept:
             answered[point] += weights[point][peer]

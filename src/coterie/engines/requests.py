@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.engine import LocalWork
+from coterie.engines.engine import LocalWork, form_of
+from coterie.mixture.peer import EStep
 
 MAX_STEP = 2**62
 """The steps that can be asked for end here, far beyond any run."""
@@ -34,7 +35,7 @@ class Request:
     The gradient at each of some points, all on the batch of (seed, user, step).
 
     With `work`, the peer takes steps of its own from each point, and gives its displacement over
-    their size.
+    their size. With `e_step` it answers that.
     """
 
     points: Tensor  # of shape (P, d)
@@ -46,11 +47,19 @@ class Request:
     frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
     # steps from each point, on the batches of this step and those after it
     work: LocalWork | None = None
+    e_step: EStep | None = None  # on all examples, the layers before it at the point
 
     @property
     def gradients(self) -> int:
         """How many gradients are behind the answer, all of which count."""
+        if self.e_step is not None:
+            return self.e_step.gradients
         return len(self.points) * (1 if self.work is None else self.work.count)
+
+    @property
+    def form(self) -> Tensor:
+        """Something like the answer."""
+        return form_of(self.points, self.e_step)
 
     def misfit(self, model: nn.Module, size: int, *, streamed: bool) -> str | None:
         """Return what is wrong with the request for a model of `size` trained parameters, if anything is."""
@@ -83,6 +92,9 @@ class Request:
 
     def _wrong_work(self) -> str | None:
         work = self.work
+        if self.e_step is not None:
+            alone = work is None and len(self.points) == 1
+            return self.e_step.wrong() if alone else "an E-step has one point, and no other work"
         if work is None:
             return None
         if not 1 <= work.count <= MAX_LOCAL_STEPS:
@@ -110,7 +122,7 @@ class Request:
 class Reply:
     """What a peer answers: a gradient for each point, clipped, or why all are refused."""
 
-    gradients: Tensor | None = None  # of shape (P, d)
+    gradients: Tensor | None = None  # of shape (P, d), or of the request's `form`
     refused: str | None = None
     seconds: float = 0.0
     examples: int | None = None  # about how many the peer has; None for a stream

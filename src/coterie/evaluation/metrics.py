@@ -286,6 +286,46 @@ def balanced_accuracy(outputs: Tensor, targets: Tensor, weights: Tensor | None =
     return float(np.nanmean(shares))
 
 
+@register_metric("average-precision")
+@as_metric_of("classification")
+def average_precision(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
+    """Return the mean precision over the rows of the last of two classes, by falling probability.
+
+    By chance it is their share. With more than two classes the mean of each against the rest.
+
+    Example:
+        >>> outputs = torch.tensor([[0.0, 0.1], [0.0, 0.4], [0.0, 0.35], [0.0, 0.8]])
+        >>> round(average_precision(outputs, torch.tensor([0, 0, 1, 1])), 4)
+        0.8333
+    """
+    probabilities, truth = probabilities_of(outputs), targets.cpu().numpy()
+    w = _weights(_numpy(weights), len(truth))
+    precisions = []
+    for k in [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1]):
+        _, places = np.unique(-probabilities[:, k], return_inverse=True)
+        every = np.bincount(places, weights=w)
+        good = np.bincount(places, weights=w * (truth == k))
+        if good.sum():
+            with np.errstate(invalid="ignore"):
+                precision = np.nan_to_num(np.cumsum(good) / np.cumsum(every))
+            precisions.append(float(good @ precision / good.sum()))
+    return float(np.mean(precisions)) if precisions else float("nan")
+
+
+@register_metric("f1")
+@as_metric_of("classification")
+def f1(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
+    """Return the harmonic mean of precision and sensitivity of the last of two classes.
+
+    0 where none of its rows is told. With more than two classes the mean of all.
+    """
+    predicted, truth = outputs.argmax(1).cpu().numpy(), targets.cpu().numpy()
+    matrix = confusion(predicted, truth, outputs.shape[1], _numpy(weights))
+    both = matrix.sum(0) + matrix.sum(1)
+    scores = 2 * np.diag(matrix)[both > 0] / both[both > 0]
+    return float(scores[-1] if len(both) == 2 and both[-1] else scores.mean())
+
+
 @register_metric("brier")
 @as_metric_of("classification", less_is_better=True)
 def brier(outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:

@@ -17,7 +17,13 @@ from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.participants import Participant, lead_participant
-from coterie.federation.settings import FILE, LeadSettings, MessageSettings, lead_settings
+from coterie.federation.settings import (
+    FILE,
+    MIXTURE,
+    LeadSettings,
+    MessageSettings,
+    lead_settings,
+)
 from coterie.methods import build
 from coterie.methods.rehearsal import gradients_asked
 from coterie.methods.rounds import Method
@@ -138,9 +144,17 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
     whose = "this run" if askers == 1 else f"{askers} sites"
     for name in settings.sites:
         terms = reply if isinstance(reply := replies.get(name), dict) else {}
-        left, least, only, sums_of = (
-            terms.get(key) for key in ("left", "examples", "batch_size", "sums_of")
+        left, least, only, sums_of, no_e_steps = (
+            terms.get(key) for key in ("left", "examples", "batch_size", "sums_of", "no_e_steps")
         )
+        if settings.training.rule == MIXTURE:  # an E-step is of all examples
+            least, only = (1 if terms.get("size") else least), None
+            if terms and no_e_steps != "":
+                why = f", {printable(no_e_steps, 100)}" if isinstance(no_e_steps, str) else ""
+                problems.append(
+                    f'{name} answers no E-steps{why}: name `rule = "adaptive"`, whose gradient'
+                    " steps it can answer"
+                )
         promised = terms.get("promises")
         if isinstance(promised, str):
             said = "%s promises %s; a run with it does not have the same bits again"
@@ -181,6 +195,11 @@ def rule_of(settings: LeadSettings) -> Followed:
     facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Followed = build(training.rule, chosen, facts)
     algorithm = algorithm_of(rule)
+    if training.rule == MIXTURE and settings.model.name != "linear":
+        raise KnobError(
+            f"`rule` {MIXTURE!r} finds linear models, and the model is {settings.model.name!r};"
+            ' use "adaptive"'
+        )
     if algorithm.counts == "rounds":
         _check_method(algorithm.followed, settings)
         return rule
@@ -195,8 +214,8 @@ def rule_of(settings: LeadSettings) -> Followed:
         why = ' to choose a knob that is "auto"' if chooser is not None else ""
         raise KnobError(
             f"`rule` {training.rule!r} needs each site's gradient{why}, and `secure_sums` gives"
-            ' their sum alone; use "wga" or "bc" with numbers for their knobs, or name groups of'
-            " sites in `secure_sums`"
+            ' their sum alone; use "mixture" where the model is linear, "wga" or "bc" with numbers'
+            " for their knobs, or name groups of sites in `secure_sums`"
         )
     return rule
 

@@ -14,7 +14,12 @@ from coterie.recording import files
 KIT, MANIFEST = "kit.json", "manifest.json"
 CERTIFICATES = ("client.crt", "client.key", "rootCA.pem")
 PREPARATION = "preparation.json"
-KIT_FILES = (KIT, "README.md", *CERTIFICATES, PREPARATION)
+INSTALL, LOCK = "install.sh", "requirements.lock"
+KIT_FILES = (KIT, "README.md", *CERTIFICATES, PREPARATION, INSTALL, LOCK)
+"""What a kit consists of, beside the wheel of coterie and the manifest."""
+WHEEL = re.compile(r"coterie-[0-9A-Za-z.+!]{1,40}-py3-none-any\.whl")
+ENVIRONMENT = "venv"
+"""Where `install.sh` installs; it belongs to no kit."""
 MAX_BYTES = 2**26
 """How large a file of a kit may be."""
 
@@ -57,7 +62,7 @@ class Kit:
     size: int  # how many numbers the model has
     # how many the planned run asks for, at most; all runs together where everyone trains
     gradients: int
-    batch_size: int
+    batch_size: int  # 0 for E-steps, which are of all rows
     # everybody who trains, this site too; nobody where user 0 alone does
     members: tuple[str, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)  # a proposal for how they train
@@ -66,6 +71,13 @@ class Kit:
     def everyone(self) -> bool:
         """Whether every site trains a model of its own."""
         return bool(self.members)
+
+    @property
+    def asked(self) -> str:
+        """What the planned run asks for, in words."""
+        if self.batch_size:
+            return f"{self.gradients} gradients, of {self.batch_size} rows each"
+        return f"{self.gradients} gradients, in E-steps, each of which is of all your rows"
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -81,9 +93,9 @@ class Kit:
                 raise KnobError(
                     f"names must be printable text, at most 1000 characters, got {str(name)[:80]!r}"
                 )
-        for name in ("port", "size", "gradients", "batch_size"):
+        for name, least in {"port": 1, "size": 1, "gradients": 1, "batch_size": 0}.items():
             number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**40:
+            if type(number) is not int or not least <= number < 2**40:
                 raise KnobError(
                     f"`{name}` must be a positive whole number, got {str(number)[:80]!r}"
                 )
@@ -130,7 +142,8 @@ class Kit:
 
 def seal(folder: Path) -> str:
     """Write the manifest of a kit that is complete, with a digest of every file, and return its fingerprint."""
-    digests = {name: files.sha256((folder / name).read_bytes()) for name in KIT_FILES}
+    wheel = next(path.name for path in folder.iterdir() if WHEEL.fullmatch(path.name))
+    digests = {name: files.sha256((folder / name).read_bytes()) for name in (*KIT_FILES, wheel)}
     files.write_json(folder / MANIFEST, {"files": digests})
     return fingerprint(folder)
 
@@ -153,23 +166,30 @@ def verify(folder: Path, expected: str, *, alone: bool = False) -> None:
         raise FileError(
             f"the kit {folder} has the fingerprint {actual}, not {expected[:80]!r}; {_REMEDY}"
         )
-    listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
-    if not isinstance(listed, dict) or set(listed) != set(KIT_FILES):
-        raise FileError(
-            f"the manifest of {folder} must list {', '.join(KIT_FILES)} and nothing else; {_REMEDY}"
-        )
-    for name in KIT_FILES:
-        if files.sha256(_content(folder, name)) != listed[name]:
+    listed = kit_files(folder)
+    for name, digest in listed.items():
+        if files.sha256(_content(folder, name)) != digest:
             raise FileError(f"{folder / name} is not what the kit's manifest says; {_REMEDY}")
+    known = {*listed, MANIFEST, ENVIRONMENT}
     if alone and (
-        stray := sorted(
-            path.name for path in folder.iterdir() if path.name not in (*KIT_FILES, MANIFEST)
-        )
+        stray := sorted(path.name for path in folder.iterdir() if path.name not in known)
     ):
         raise FileError(
             f"{folder} holds {stray[0]!r}, which belongs to no kit; move it away if it is yours,"
             f" else {_REMEDY}"
         )
+
+
+def kit_files(folder: Path) -> dict[str, str]:
+    """Return the files of a kit with their digests, as its manifest lists them."""
+    listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
+    wheels = [name for name in listed if WHEEL.fullmatch(name)] if isinstance(listed, dict) else []
+    if len(wheels) != 1 or set(listed) - set(wheels) != set(KIT_FILES):
+        raise FileError(
+            f"the manifest of {folder} must list {', '.join(KIT_FILES)}, a wheel of coterie and"
+            f" nothing else; {_REMEDY}"
+        )
+    return dict(listed)
 
 
 def _content(folder: Path, name: str) -> bytes:

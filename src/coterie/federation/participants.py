@@ -15,7 +15,15 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.responder import Responder
 from coterie.errors import DataError, KnobError, did_you_mean, few_of
-from coterie.federation.settings import FILE, Data, LeadSettings, Model, SiteSettings, site_settings
+from coterie.federation.settings import (
+    FILE,
+    MIXTURE,
+    Data,
+    LeadSettings,
+    Model,
+    SiteSettings,
+    site_settings,
+)
 from coterie.tables import models
 from coterie.users.sampling import one_thread
 from coterie.users.user import Loss, User
@@ -87,6 +95,8 @@ def lead_task(
             f"{few_of(rows.columns)}{did_you_mean(settings.data.target, rows.columns)}"
         )
     column = "coterie: user"
+    if settings.training.rule == MIXTURE:  # which judges by folds of the own rows
+        options["validation"] = 0.0
     return from_table(
         rows.assign(**{column: settings.me}),
         user_column=column,

@@ -40,6 +40,8 @@ _KNOB = Check(
 )
 _TABLE = instance(dict, "a table of settings")
 _GROUPS = either(instance(bool, "true or false"), mapped(_NAMES, "a table of groups of sites"))
+MIXTURE = "mixture"
+"""The rule that finds linear models in closed form, by E-steps."""
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise.
 

@@ -9,18 +9,13 @@ import numpy as np
 from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, paths
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import Entry, mix
-from coterie.mixture.peer import Posterior, posterior
+from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Answer, Found, Question, find_priors
+from coterie.mixture.prior import Answer, Found, Heard, Question, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
 """The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
-FEWEST_PEERS = 5
-"""Of fewer peers none are chosen.
-
-A prior from one or two users of three knows nothing of how users differ.
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +42,13 @@ def fit(
     rows: Rows,
     family: Family,
     scaling: Scaling,
-    sizes: Array,
+    peers: int,
     *,
     seed: int = 0,
     held_out: Rows | None = None,
     others: Others | None = None,
     single: bool = False,
+    linear: bool = True,
 ) -> Fitting:
     """Fit user 0's model.
 
@@ -62,13 +58,14 @@ def fit(
         rows: user 0's, scaled; a row that holds a number that is not finite does not count.
         family: of the loss.
         scaling: between the caller's units and these.
-        sizes: how many examples each peer has; nobody is asked where there is none.
+        peers: how many there are; nobody is asked where there is none.
         seed: of the folds.
         held_out: further rows of user 0 that nothing is fitted to, scaled: evidence for every
             candidate.
         others: makes further candidates from the fold of each row; a row that does not count has
             none, and is not among the rows that candidates have outputs for.
         single: serve the best candidate in the place of the mixture.
+        linear: whether there are linear candidates; beside the constant, which there always is.
     """
     rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
     n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
@@ -79,8 +76,8 @@ def fit(
     seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
     flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
-    if len(sizes):
-        asking = find_priors(rows, family, seen, np.asarray(sizes, dtype=np.float64))
+    if linear and peers:
+        asking = find_priors(rows, family, seen, peers)
         found, exchanges = yield from _counted(asking)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
@@ -91,11 +88,11 @@ def fit(
             ),
             "hierarchical": of_all,
         }
-        if len(sizes) >= FEWEST_PEERS:
+        if len(chosen.noise):
             priors["hierarchical, chosen peers"] = chosen
     candidates = [
         constant(rows, family, folds, scaling),
-        *paths(rows, family, priors, folds, scaling),
+        *(paths(rows, family, priors, folds, scaling) if linear else ()),
     ]
     validated = None
     if held_out is not None:
@@ -112,9 +109,7 @@ def fit(
     )
     guess = entries["constant"]
     is_constant = _clearly_more(served.losses - guess.losses)
-    tau = np.full(len(sizes), 1 / max(1, len(sizes)))
-    if found is not None and len(sizes) >= FEWEST_PEERS:
-        tau = found.tau[0]
+    tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
         by_alone,
@@ -161,21 +156,14 @@ def driven(asking: Generator[Question, Answer, T], ask: Ask) -> T:
 
 
 def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
-    """Return what asks peers whose rows are at hand, one after the other."""
+    """Return what asks peers whose scaled rows are at hand, one after the other."""
+    heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
 
     def ask(question: Question) -> Answer:
-        given = [posterior(rows, family, question.priors) for rows in peers]
-        usable = [all(np.isfinite(each).all() for each in one) for one in given]
-        weights = question.weights * usable
-        flat = sum(
-            w[:, None] * one.flat()
-            for w, one, use in zip(weights.T, given, usable, strict=True)
-            if use
-        )
-        d, p, k = question.priors.mean.shape
-        sums = Posterior.of(np.zeros((p, 4 * d * k + 3)) + flat, d, k)
-        gradients = np.array([one.gradient[:, 0].ravel() for one in given])
-        return Answer(sums, weights.sum(1), gradients, question.own)
+        scaling = Scaling.none(question.priors.mean.shape[0], question.priors.mean.shape[2])
+        asked = EStep(family.name, scaling, question.priors, question.told, max(1.0, examples))
+        numbers = np.array([asked.answer(rows.finite()) for rows in peers])
+        return heard.answer(question, asked, numbers)
 
     return ask
 
@@ -219,6 +207,5 @@ def fit_here(
         return scaling.rows(x, family.targets(y, outputs))
 
     rows = scaled(inputs, targets)
-    sizes = np.array([len(x) for x, _ in peers], dtype=np.float64)
-    fitting = fit(rows, family, scaling, sizes, seed=seed, others=others, single=single)
+    fitting = fit(rows, family, scaling, len(peers), seed=seed, others=others, single=single)
     return driven(fitting, asks_here([scaling.clipped(scaled(x, y)) for x, y in peers], family))

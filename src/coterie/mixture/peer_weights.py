@@ -24,6 +24,11 @@ class PeerWeights:
         self.found: list[Array] = [np.full((views, peers), 1 / peers)]
         self._gram: Array | None = None
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether any gradient was compared."""
+        return self._gram is not None
+
     def look(self, gradients: Array, own: Array) -> None:
         """Compare every peer's gradient at a point, (N, r), with the own in each view, (V, r)."""
         known = np.isfinite(gradients.sum(1))

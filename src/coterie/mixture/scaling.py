@@ -53,6 +53,12 @@ class Scaling(NamedTuple):
             intercept,
         )
 
+    @classmethod
+    def none(cls, columns: int, outputs: int) -> "Scaling":
+        """Return the scaling of rows that are in their units."""
+        spreads = [spread(n) for n in (columns, outputs) for spread in (np.zeros, np.ones)]
+        return cls(spreads[0], spreads[1], spreads[2], spreads[3], intercept=False)
+
     def rows(self, inputs: Array, targets: Array) -> Rows:
         """Return rows in these units, with a column of ones where there is an intercept."""
         columns = [(np.asarray(inputs, dtype=np.float64) - self.shift) / self.scale]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.arguments import COUNT, check_fields, instance, mapped, real
+from coterie.arguments import COUNT, FLAG, check_fields, instance, mapped, real
 
 COUNTED = 0.1
 """A peer takes part in a sum where its weight is at least this part of the largest."""
@@ -39,6 +39,8 @@ class SumsOnly:
         share: how much of all weight one peer may have at most.
         keys: the fingerprint of each other peer's key, where sums are masked; any key will do when
             empty.
+        posteriors: add posteriors too. Sums of gradients are the same whoever has which example;
+            from sums of posteriors under several priors those of single peers can be worked out.
 
     Example:
         >>> SumsOnly().allowed(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.2, 0.3]]))
@@ -48,11 +50,13 @@ class SumsOnly:
     peers: int = 3
     share: float = 0.5
     keys: Mapping[str, str] = field(default_factory=dict)
+    posteriors: bool = False
 
     def __post_init__(self) -> None:
         keys = mapped(instance(str, "a text"), 'a table of fingerprints: site = "its fingerprint"')
         share = real("lie in (0, 1]", lambda value: 0 < value <= 1)
-        check_fields(self, {"peers": COUNT, "share": share, "keys": keys})
+        known = {"peers": COUNT, "share": share, "keys": keys, "posteriors": FLAG}
+        check_fields(self, known)
 
     def allowed(self, weights: Tensor) -> Tensor:
         """Say of each row of weights, NaN for who is not asked, whether it is a sum to take part in."""

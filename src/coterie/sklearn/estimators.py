@@ -1,7 +1,7 @@
 """The estimators: `fit` trains a model for every group, `predict` sends each row to its group's model."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.choosing import Algorithm, Chooser, Mixture
 from coterie.data.preparation import Kind
-from coterie.errors import DataError, few_of
+from coterie.errors import DataError, KnobError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
@@ -88,14 +88,18 @@ class GroupEstimator(BaseEstimator):
                 f" {self.me!r}"
             )
         target = unused("y", rows)
-        closed = all(each is None for each in (self.module, self.rule, self.steps, self.lr))
+        given = (self.rule, self.steps, self.lr)
+        trees: Literal[True, "only"] = "only" if self.module == "trees" else True
+        closed = self.module in (None, "trees") and all(each is None for each in given)
+        if self.module == "trees" and not closed:
+            raise KnobError('`module="trees"` takes no steps: leave out `rule`, `steps` and `lr`')
         self.group_models_ = fit_groups(
             rows.assign(**{target: self._targets(y)}),
             group=group,
             target=target,
             kind=self._kind,
-            rule=Mixture() if closed else self.rule,
-            module=self.module or "linear",
+            rule=Mixture(trees=trees) if closed else self.rule,
+            module="linear" if closed else self.module or "linear",
             me=None if self.me is None else str(self.me),
             categorical=categorical,
             validation=(0.0 if closed else 0.2) if self.validation is None else self.validation,
@@ -168,10 +172,11 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
     Args:
         group: the column of X that says of which group a row is, by name or position. None: there
             are no groups, and one model is trained.
-        module: "linear" (when None), "mlp", or a function of the numbers of inputs and outputs that
-            returns a `torch.nn.Module`.
-        rule: as in `coterie.train`. When None: `Mixture`, the closed form, where `module`, `steps`
-            and `lr` are None too, else `AdaptiveAveraging`.
+        module: "linear", "trees", "mlp", or a function of the numbers of inputs and outputs that
+            returns a `torch.nn.Module`. When None: linear models and trees, mixed; "linear" where
+            `rule`, `steps` or `lr` is given.
+        rule: as in `coterie.train`. When None: `Mixture`, the closed form, where `module` is None
+            or "trees" and `steps` and `lr` are None, else `AdaptiveAveraging`.
         me: the only group that listens to others; the others' models are trained alone. Every group
             when None.
         categorical: columns of numbers to treat as categories, by name or position; text always is

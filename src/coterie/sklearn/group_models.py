@@ -1,7 +1,7 @@
 """The models of all groups, and the way of each row to its group's."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -67,8 +67,8 @@ class GroupModels:
         return {
             "module": self.module,
             "preparation": self.preparation.to_plain(),
-            "models": {name: _arrays(model) for name, model in self.models.items()},
-            "pooled": _arrays(self.pooled),
+            "models": {name: self._plain(model) for name, model in self.models.items()},
+            "pooled": self._plain(self.pooled),
             "weights": self.weights.to_dict(),
         }
 
@@ -80,12 +80,20 @@ class GroupModels:
         self.pooled = self._model(state["pooled"])
         self.weights = pd.DataFrame(state["weights"])
 
-    def _model(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> nn.Module:
-        made = built(self.module, self.preparation, seed=0)
+    def _plain(self, model: nn.Module) -> dict[str, Any]:
+        about = asdict(models.about_of(model, "", *self._sizes()))
+        return {"about": about, "arrays": _arrays(model)}
+
+    def _model(self, plain: Mapping[str, Any]) -> nn.Module:
+        about = models.About(**{**plain["about"], "mixes": tuple(plain["about"]["mixes"])})
+        made = about.made(about.model or self.module)
         made.load_state_dict(
-            {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+            {name: torch.from_numpy(np.array(array)) for name, array in plain["arrays"].items()}
         )
         return made
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.preparation.n_inputs, self.preparation.n_outputs
 
 
 def built(module: Module, preparation: Preparation, seed: int) -> nn.Module:

@@ -20,7 +20,7 @@ from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
 from coterie.tables import models
 from coterie.tables.models import save_model
-from coterie.tables.report import metrics_of, write_report
+from coterie.tables.report import class_shares, metrics_of, warn_of_imbalance, write_report
 from coterie.training.algorithm import Followed
 from coterie.training.run import Run, Stopped
 from coterie.users.sampling import one_thread
@@ -77,10 +77,12 @@ def fit_everyone(
         name: rule(RunFacts(own, {other: n for other, n in sizes.items() if other != name}, steps))
         for name, own in sizes.items()
     }
+    shares = class_shares(table.users, table.preparation)
+    warn_of_imbalance(shares, table.preparation)
     settings |= {
         "seed": seed,
         "steps": steps,
-        "metrics": metrics_of(table.preparation, metrics),
+        "metrics": metrics_of(table.preparation, metrics, shares),
         "out": out,
     }
     with claimed(out):
@@ -108,10 +110,12 @@ def _write(out: Path, runs: Runs, table: TableUsers, model: str, user_column: st
         preparation.save(folder)
         save_model(folder, run.model, model, preparation.n_inputs, preparation.n_outputs)
 
-    folders = folder_names(list(runs.runs))
+    folders, users = folder_names(list(runs.runs)), {user.name: user for user in table.users}
     for name, run in runs.runs.items():
         write(out / folders[name], run)
-        write_report(out / folders[name], run, preparation, table.target, table.test_rows[name])
+        about = preparation, table.target, table.test_rows[name]
+        shares = class_shares([users[name]], preparation)
+        write_report(out / folders[name], run, *about, shares=shares)
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
     pages = {name: f"{place}/index.html" for name, place in folders.items()}

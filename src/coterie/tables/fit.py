@@ -24,7 +24,13 @@ from coterie.tables import models
 from coterie.tables.calibration import save_calibration
 from coterie.tables.everyone import is_everyone
 from coterie.tables.models import save_model
-from coterie.tables.report import left_out_section, metrics_of, write_report
+from coterie.tables.report import (
+    class_shares,
+    left_out_section,
+    metrics_of,
+    warn_of_imbalance,
+    write_report,
+)
 from coterie.theory.estimates import Estimates
 from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.run import Run, Stopped
@@ -187,6 +193,7 @@ def fit(
     """
     if is_everyone(out):
         raise FileError(f"{out} holds models of several users (`--me all`); name another folder")
+    warn_of_imbalance(class_shares([task.me], task.preparation), task.preparation)
     everything: dict[str, Any] = {"model": model, "metrics": metrics, "seed": seed, **settings}
     with claimed(out):
         run = _train(task, rule, out, **everything)
@@ -203,7 +210,9 @@ def fit(
                 splits.append(Split.of(other))
             more = [left_out_section(task.left_out)] if task.left_out else []
             more += [judge_over_splits(run, splits)] if splits else []
-            write_report(out, run, task.preparation, task.target, task.test_rows, more=more)
+            shares = class_shares([task.me], task.preparation)
+            about = task.preparation, task.target, task.test_rows
+            write_report(out, run, *about, shares=shares, more=more)
         except FileError as error:
             raise FileError(
                 f"{error}. The model is trained: `--resume` will write it then", run
@@ -234,7 +243,7 @@ def _train(
     seed: int,
     **settings: Any,
 ) -> Run:
-    reported = metrics_of(task.preparation, metrics)
+    reported = metrics_of(task.preparation, metrics, class_shares([task.me], task.preparation))
     with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
         torch.manual_seed(SEED("seed", seed))
         made = models.build(model, task.n_inputs, task.n_outputs)

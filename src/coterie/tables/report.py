@@ -5,6 +5,7 @@ That of any run, and how good the predictions for the test rows are.
 
 import inspect
 import math
+import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,12 +44,18 @@ from coterie.tables import models
 from coterie.training.run import Run
 from coterie.users.examples import InMemory
 from coterie.users.trees import Tree, mapped
+from coterie.users.user import User
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MEASURES = {"classification": ("auc", "balanced-accuracy", "brier"), "regression": ("mae", "r2")}
+MEASURES = {
+    "classification": ("auc", "average-precision", "balanced-accuracy", "f1", "brier"),
+    "regression": ("mae", "r2"),
+}
 """What is reported beside the usual metric."""
+RARE = 0.1
+"""Where all classes but one have a smaller share of the training rows, accuracy says little."""
 PERMUTED_ROWS = 20_000
 """About how many rows a column's importance is computed from."""
 ROWS_A_BIN = 12
@@ -123,6 +130,8 @@ class Quality:
     # of the last class where there are two, of the predicted one, or of numbers
     calibration: Sequence[Bin]
     effects: Sequence[Effect]  # the largest first
+    # every measure of always predicting the class shares, or the mean, of the training rows
+    constant: Mapping[str, float] = field(default_factory=dict)
     by_class: Sequence[OfClass] = ()
     # rows of each class (down) told to be of each (across)
     confusion: Sequence[Sequence[float]] = ()
@@ -140,10 +149,13 @@ def quality(
     preparation: Preparation,
     target: str,
     rows: "pd.DataFrame",
+    *,
+    shares: Sequence[float] = (),
 ) -> Quality:
     """Return how good a model is on test rows, beside one trained alone where that is not the same.
 
-    Rows count by their weights, where they have any.
+    Rows count by their weights, where they have any. `shares` are the classes' in the training
+    rows, for the constant that predicts no more than these; of numbers it predicts the mean.
     """
     inputs, targets = preparation.examples(rows, target)
     examples, loss = InMemory(inputs, targets), models.loss_of(preparation)
@@ -152,6 +164,10 @@ def quality(
     if alone is not None:
         comparison = compare(model, alone, loss, examples, metrics, on=f"{len(rows)} test rows")
     served = evaluate(model, loss, examples, metrics)
+    logits = torch.tensor([shares or [1.0]]).clamp_min(1e-3).log()  # a class may be new
+    constant = {}
+    if shares or preparation.kind == "regression":
+        constant = evaluate(Constant(logits), loss, examples, metrics)
     effects = permutation_effects(model, preparation, target, rows)
     weights = targets["weight"].double().numpy() if isinstance(targets, dict) else None
     values = targets["value"] if isinstance(targets, dict) else targets
@@ -161,9 +177,8 @@ def quality(
             preparation.centre + preparation.scale * each.double().numpy()[:, 0]
             for each in (outputs, values)
         )
-        return Quality(
-            len(rows), served, comparison, _calibration_of_numbers(told, true, weights), effects
-        )
+        bins = _calibration_of_numbers(told, true, weights)
+        return Quality(len(rows), served, comparison, bins, effects, constant)
     probabilities, truth = probabilities_of(outputs), values.numpy()
     matrix = confusion(probabilities.argmax(1), truth, len(preparation.classes), weights)
     others = {"served": probabilities} | (
@@ -175,6 +190,7 @@ def quality(
         comparison,
         calibration(*_probability_and_outcome(probabilities, truth), _bins(len(rows)), weights),
         effects,
+        constant,
         _quality_by_class(preparation.classes, probabilities, truth, matrix, weights),
         matrix.tolist(),
         (
@@ -183,6 +199,57 @@ def quality(
             else {}
         ),
     )
+
+
+class Constant(nn.Module):
+    """Predict the same for every row."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = nn.Parameter(output, requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the output of each row."""
+        return self.output.expand(len(inputs), -1)
+
+
+def class_shares(users: Sequence[User], preparation: Preparation) -> tuple[float, ...]:
+    """Return the share of each class in users' training rows, by weight; nothing for numbers."""
+    if preparation.kind == "regression":
+        return ()
+    total = np.zeros(len(preparation.classes))
+    for user in users:
+        targets = user.examples.take(torch.arange(len(user)))[1]
+        values, weights = (
+            (targets["value"], targets["weight"].numpy())
+            if isinstance(targets, dict)
+            else (targets, None)
+        )
+        total += np.bincount(values.numpy(), weights=weights, minlength=len(total))
+    return tuple((total / total.sum()).tolist())
+
+
+def is_imbalanced(shares: Sequence[float]) -> bool:
+    """Say whether accuracy says little: all classes but one are rare.
+
+    Example:
+        >>> is_imbalanced([0.96, 0.04]), is_imbalanced([0.7, 0.3]), is_imbalanced([])
+        (True, False, False)
+    """
+    return bool(shares) and sum(shares) - max(shares) < RARE
+
+
+def warn_of_imbalance(shares: Sequence[float], preparation: Preparation) -> None:
+    """Say that a class has nearly all training rows, and what helps."""
+    if is_imbalanced(shares) and not preparation.class_weights:
+        most = preparation.classes[int(np.argmax(shares))]
+        warnings.warn(
+            f"{max(shares):.0%} of the training rows are {most!r}, so that predicting nothing else"
+            " has this accuracy: the model is judged by balanced accuracy and average precision;"
+            " if the rare classes must be found, let all count alike: `class_weight='balanced'`"
+            " (`--class-weight balanced`)",
+            stacklevel=3,
+        )
 
 
 def permutation_effects(
@@ -317,13 +384,20 @@ def _fits(metric: Metric, preparation: Preparation) -> bool:
     return kind_of(metric) in (None, preparation.kind) and metric is not binary_accuracy
 
 
-def metrics_of(preparation: Preparation, names: Sequence[str] = ()) -> dict[str, Metric]:
+def metrics_of(
+    preparation: Preparation, names: Sequence[str] = (), shares: Sequence[float] = ()
+) -> dict[str, Metric]:
     """Return the named metrics and last the usual one, accuracy or the root mean squared error.
+
+    Where nothing is named and nearly all training rows are of one class, by the classes' shares,
+    balanced accuracy and average precision come first.
 
     A metric of classes where the target is a number is refused, and one of numbers where it is a
     class.
     """
     usual = "accuracy" if preparation.kind == "classification" else "rmse"
+    if not names and is_imbalanced(shares):
+        names = ("balanced-accuracy", "average-precision")
     for name in names:
         if not _fits(METRICS[name], preparation):
             fitting = [one for one in METRICS if _fits(METRICS[one], preparation)]
@@ -351,6 +425,7 @@ def write_report(
     target: str,
     test_rows: "pd.DataFrame",
     *,
+    shares: Sequence[float] = (),
     more: Sequence[Section] = (),
 ) -> Quality | None:
     """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`.
@@ -361,7 +436,7 @@ def write_report(
         write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=more)
         return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
-    judged = quality(run.model, alone, preparation, target, test_rows)
+    judged = quality(run.model, alone, preparation, target, test_rows, shares=shares)
     files.write_json(folder / FILE, judged.to_plain())
     sections = [
         _predictions(judged, preparation, target, told=run.test),
@@ -388,6 +463,12 @@ def _predictions(
             " to be of it that is. In brackets 95 % intervals. AUC: how often a row of the class"
             " has a higher probability of it than another row."
         )
+    if judged.constant:
+        text.append(
+            "Constant: always predicting the classes by their shares of the training rows."
+            if classes
+            else "Constant: always predicting the mean of the training rows."
+        )
     tables = [_by_class(judged), _confusion(judged, target)] if classes else []
     tables += [rows] if (rows := _measures(judged, told)) else []
     charts = _curves(judged, preparation, target)
@@ -395,20 +476,20 @@ def _predictions(
 
 
 def _measures(judged: Quality, told: Container[str]) -> list[dict[str, str]]:
-    """Return a row for each further measure, beside the model trained alone where that is another."""
-    more = [name for name in judged.served if name not in told]
-    if judged.comparison is None:
-        return [{"measure": name, "served": f"{judged.served[name]:.4g}"} for name in more]
-    measures = {name: judged.comparison.measures[name] for name in more}
-    return [
-        {
-            "measure": name,
-            "served": f"{one.ours:.4g}",
-            "alone": f"{one.alone:.4g}",
-            "difference": difference(one),
-        }
-        for name, one in measures.items()
-    ]
+    """Return a row for each measure, beside the constant's, and those of the model trained alone.
+
+    What the page has told of the latter is left out.
+    """
+    rows = []
+    for name, value in judged.served.items():
+        row = {"measure": name, "served": f"{value:.4g}"}
+        if judged.comparison is not None and name not in told:
+            one = judged.comparison.measures[name]
+            row |= {"alone": f"{one.alone:.4g}", "difference": difference(one)}
+        if judged.constant:
+            row |= {"constant": f"{judged.constant[name]:.4g}"}
+        rows.append(row)
+    return rows
 
 
 def _by_class(judged: Quality) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.arguments import takes_fields_of
+from coterie.choosing import Mixture
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.cpu_threads import cpu_threads, threads_for
 from coterie.learners.spec import RunSpec
@@ -93,9 +94,11 @@ def set_up(
     check(spec)
     spec = with_usable_peers(spec)
     trackers = [] if folder is None else trackers_of(folder, spec.trackers)
-    spec = with_rule(spec).prepared()
+    asked, spec = spec, with_rule(spec).prepared()
     guarded, guard = setup.guard_mode(spec)
     engine = setup.opened(spec, stack)
+    if isinstance(spec.rule, Mixture) and engine.capabilities.no_e_steps:
+        spec = replace(spec, steps=asked.steps)  # gradient steps are taken instead
     held.enter_context(cpu_threads(threads_for(spec.threads, engine)))
     data = "" if folder is None else " ".join(user.fingerprint() for user in (spec.me, *spec.peers))
     frozen = "" if folder is None else setup.frozen_part(spec)

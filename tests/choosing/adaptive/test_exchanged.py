@@ -23,10 +23,10 @@ from coterie import User
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
+from coterie.engines.processes.engine import TorchDistributed, serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.engines.requests import Reply, Request
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
 from coterie.gradients.parameters import Parameters
 from coterie.methods import FedAvg
 from coterie.privacy.sums import SumsOnly
@@ -73,7 +73,7 @@ def variation(one: coterie.Run, other: coterie.Run) -> float:
     return sum(abs(a[name] - b[name]) for name in a) / 2
 
 
-@pytest.mark.parametrize("where", ["torch.distributed", "NVFLARE's, over sites in this process"])
+@pytest.mark.parametrize("where", ["processes", "NVFLARE's, over sites in this process"])
 def test_a_step_is_one_exchange_and_the_run_is_that_in_process(where: str) -> None:
     me, peers = users()
     with ENGINES[where]() as engine:
@@ -113,7 +113,7 @@ def test_sketches_find_the_same_weights_on_digits() -> None:
     # 2,410 numbers
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     options: dict[str, Any] = {"lr": 0.01, "steps": 40, "measure": False, "progress": False}
-    with processes.torch_distributed() as engine:
+    with processes.torch_distributed([shy] * 4) as engine:
         run = coterie.train(model, cross_entropy, task.me, peers, engine=engine, **options)
     assert run.record.end.account["cost"]["sketches"] == 20 * 3
     inside = coterie.train(model, cross_entropy, task.me, peers, **options)
@@ -125,8 +125,8 @@ def turning(model: nn.Module, loss: Any, one: User) -> None:
     """Serve, and from the second half on send −10 times the gradient."""
     honest = Peer.answer
 
-    def answer(peer: Peer, request: Request, caller: str = "user 0") -> Reply:
-        reply = honest(peer, request, caller)
+    def answer(peer: Peer, request: Request, *told: Any, **more: Any) -> Reply:
+        reply = honest(peer, request, *told, **more)
         if reply.gradients is None or request.step < STEPS // 2:
             return reply
         return Reply(-10 * reply.gradients)
@@ -230,45 +230,33 @@ def test_sites_that_come_when_peers_have_been_judged_are_not_asked_for_nothing()
     assert end.account["cost"]["runs"] == 4 / 2, "three trunks and pooled, for half of the steps"
 
 
-def test_a_killed_peer_ends_the_run_which_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_user_0_is_killed_twice_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """In the trunk and in the branch; the peers, who pass on sums, wait until it is back."""
     me, peers = users()
     peers = peers[2:]
+    how: dict[str, Any] = {"sums_only": SumsOnly(2, 0.9), "timeout": processes.PATIENCE}
+    works = [functools.partial(serve, nn.Linear(D, 1), mse_loss, one, **how) for one in peers]
 
-    def once(out: Path, die_at: int | None) -> list[int]:
-        """Train in three processes, of which one kills itself at a step."""
+    def lead(out: Path, die_at: int | None) -> None:
+        def die(step: coterie.Step) -> None:
+            if step.step == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        def dying(one: User) -> None:
-            honest = Peer.answer
-
-            def answer(peer: Peer, request: Request, caller: str = "user 0") -> Reply:
-                if request.step == die_at and one is peers[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return honest(peer, request, caller)
-
-            Peer.answer = answer  # type: ignore[assignment,method-assign]  # in a fork
-            serve(
-                nn.Linear(D, 1),
-                mse_loss,
-                one,
-                sums_only=SumsOnly(2, 0.9),
-                timeout=processes.PATIENCE,
-            )
-
-        def lead() -> None:
-            engine = functools.partial(TorchDistributed, timeout=processes.PATIENCE)
-            run = train(me, [], engine=engine, out=out, resume=True, checkpoint_every=10)
-            told = {key: value for key, value in run.record.end.account.items() if key != "cost"}
-            (out / "digest").write_text(
-                f"{Parameters(run.model).vector().tolist()} {told}", encoding="utf-8"
-            )
-
-        return processes.Started([lead, *(functools.partial(dying, one) for one in peers)]).end()
+        engine = functools.partial(TorchDistributed, timeout=processes.PATIENCE)
+        saving: dict[str, Any] = {"out": out, "resume": True, "checkpoint_every": 10}
+        run = train(me, [], engine=engine, hooks=[die], **saving)
+        told = {key: value for key, value in run.record.end.account.items() if key != "cost"}
+        (out / "digest").write_text(
+            f"{Parameters(run.model).vector().tolist()} {told}", encoding="utf-8"
+        )
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert once(whole, None) == [0] * 3
-    for step in (13, 44):  # in the trunk and in the branch
-        assert 0 not in once(cut, step)
-    assert once(cut, None) == [0] * 3
+    assert processes.Started([functools.partial(lead, whole, None), *works]).end() == [0] * 3
+    started = processes.Started([functools.partial(lead, cut, 13), *works])
+    for next_at in (44, None):
+        assert processes.ended(started.children[0]) == -signal.SIGKILL
+        started.children[0] = started.start(0, functools.partial(lead, cut, next_at))
+    assert started.end() == [0] * 3
     assert (cut / "digest").read_text(encoding="utf-8") == (whole / "digest").read_text(
         encoding="utf-8"
     )

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 from tests.support import killed_ledgers
-from tests.support.processes import ended, forked, torch_distributed
+from tests.support.processes import Alone, ended, forked, torch_distributed
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 from torch.utils.data import Dataset
 
 import coterie
@@ -31,12 +30,11 @@ from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ghost_norms import MARGIN
 from coterie.engines.peer.ledger import Ledger, Spending
 from coterie.engines.peer.private_gradients import PrivateGradients
+from coterie.engines.processes.engine import serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.messages import answer_message
 from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
-from coterie.engines.torch_distributed.group import Group
-from coterie.engines.torch_distributed.worker import serve
 from coterie.errors import CoterieError, DataError, FileError, KnobError, ModelError, UserCodeError
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Budget, Event, epsilon_of
@@ -704,23 +702,18 @@ def test_it_answers_as_a_site(tmp_path: Path) -> None:
 def test_neither_an_error_nor_how_many_examples_there_are_leaves_a_private_worker(
     tmp_path: Path,
 ) -> None:
-    """What it raises goes into notes that everybody reads; what it promises holds for the text too."""
+    """What it raises goes to user 0; what it promises holds for the text too."""
     targets = torch.arange(N) % 3
     targets[7] = 5
     stray = coterie.User("a", user().take(torch.arange(N), seed=0, step=0)[0], targets)
-    model, loss, notes = (
-        nn.Linear(WIDTH, 3),
-        nn.functional.cross_entropy,
-        Group(HashStore(), 1, 2, 0.5),
-    )
-    run = {"batch_size": N, "seed": 0, "compress": None, "backend": "gloo", "nonce": ""}
-    notes.leave_note("run", run | {"moves_buffers": False, "secure_sums": False})
+    run = {"batch_size": N, "seed": 0, "secure_sums": False, "constants": {}}
+    others: Any = Alone({"run": run})
     given: dict[str, Any] = {"privacy": Privacy(9.0, DELTA, 1.0, 8.0), "log": tmp_path / "log"}
+    loss, caps = nn.functional.cross_entropy, Caps(examples=16)
     with pytest.raises(ModelError, match="5"):
-        serve(model, loss, stray, caps=Caps(examples=16), group=notes, **given)
-    hello = notes.read_note("hello/1", "a")
-    assert (hello["refused"], hello["examples"]) == ("ModelError", 32)
-    assert notes.read_note("present/1", "a", str) == "ModelError"
+        serve(nn.Linear(WIDTH, 3), loss, stray, caps=caps, processes=others, **given)
+    hello = others.said["hello"]
+    assert (hello["refused"], hello["examples"], hello["data"]) == ("ModelError", 32, "private")
 
 
 def test_it_answers_over_torch_distributed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support import fuzz
@@ -16,10 +17,9 @@ import coterie
 from coterie.engines.engine import Question
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.processes.partial_sums import PartialSums
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
-from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.worker import _Worker
 from coterie.errors import KnobError
 from coterie.federation.lead import rule_of
 from coterie.federation.settings import Data, LeadSettings, Model, Training
@@ -206,27 +206,16 @@ def test_adaptive_averaging_takes_groups_of_private_sites(tmp_path: Path) -> Non
 def test_a_sketch_of_a_private_peer_is_of_what_has_the_noise(tmp_path: Path) -> None:
     """Twice the same request: the same sketch without a promise, another with one; and nothing more is spent."""
 
-    def sketches(privacy: Privacy | None) -> tuple[list[Tensor], Any]:
-        shown: list[Tensor] = []
-        with fuzz.worker() as other:
-            given: dict[str, Any] = {"sums_only": False, "secure_sums": False, "caps": None}
-            given |= {"log": tmp_path / "log", "privacy": privacy}
-            one = _Worker(
-                other.group, nn.Linear(3, 2), nn.functional.cross_entropy, fuzz.user(), **given
-            )
-            one.sketch = 4
-            keep = one.wire.collect_sketches
-
-            def collect(n: int, k: int, s: Any = None, keep: Any = keep) -> Any:
-                shown.append(s.clone())
-                return keep(n, k, s)
-
-            one.wire.collect_sketches = collect  # type: ignore
-            for _ in range(2):
-                one.wire.request.ask(Ask.SUM, 3, 1)
-                one.wire.request.weights.fill_(1 / 3)
-                one.answer(told_to_end=False)
-            return shown, one.peer
+    def sketches(privacy: Privacy | None) -> tuple[list[Any], Peer]:
+        engine = coterie.InProcess(nn.Linear(3, 2), nn.functional.cross_entropy, fuzz.user())
+        peer = engine.peer("a", None, tmp_path / "log", privacy)
+        sums, shown = PartialSums(peer, None, lambda name, content: None), list[Any]()
+        request = {"points": np.zeros((1, 8), np.float32), "step": 3, "seed": 0}
+        request |= {"batch_size": 4, "buffers": {}, "frozen": None}
+        how = {"request": request, "weights": np.full((1, 3), 1 / 3), "columns": ["a", "b", "c"]}
+        for number in range(2):
+            sums.asked("user 0", shown.append, number=number, sketched=1, sketch=4, **how)
+        return [torch.from_numpy(reply["sketches"]) for reply in shown], peer
 
     plain, _ = sketches(None)
     assert torch.equal(*plain)

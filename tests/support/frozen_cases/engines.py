@@ -55,8 +55,7 @@ def other_engines() -> None:
     several = {name: (PLAIN | ROWS)[name] for name in chosen} | {"auto": AUTO["correction, auto"]}
     several["averaging, krum"] = OTHER["averaging, krum"]
     ways: dict[str, dict[str, Any]] = {
-        "gather": {"gather": True},
-        "reduce": {},
+        "rows": {},
         "bf16": {"compress": "bf16"},
     }
     for how, settings in ways.items():
@@ -218,12 +217,10 @@ def left_out() -> None:
     def _() -> Any:
         return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), engine=one_by_one)
 
-    for how in (True, False):
-
-        @case(f"left out: distributed, {'gather' if how else 'reduce'}")
-        def _(how: bool = how) -> Any:
-            with distributed(gather=how) as engine:
-                return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), engine=engine)
+    @case("left out: distributed, rows")
+    def _() -> Any:
+        with distributed() as engine:
+            return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), engine=engine)
 
     for name, method in {
         "FedAvg": {"local_steps": 2},

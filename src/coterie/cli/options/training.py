@@ -13,10 +13,8 @@ from typer import Option
 from coterie.arguments import settings_of
 from coterie.cli.options.registered import knobs_of, once
 from coterie.data.table import TableSettings
-from coterie.engines.mutual.engine import Mutual
-from coterie.engines.mutual.meeting import Meeting
-from coterie.engines.torch_distributed.engine import TorchDistributed
-from coterie.engines.torch_distributed.group import Group
+from coterie.engines.processes.engine import Mutual, TorchDistributed
+from coterie.engines.processes.processes import Processes
 from coterie.errors import KnobError
 from coterie.methods import build, entry_of
 from coterie.privacy.sums import SumsOnly
@@ -68,7 +66,8 @@ class RuleOptions:
         Option(
             metavar="NAME",
             help=(
-                "auto: mixture for a linear model where no option says how steps are taken, else"
+                "auto: mixture for linear models and trees where no option says how steps are"
+                " taken, else"
                 " adaptive. mixture: a linear model in closed form; adaptive: weights found from"
                 " the data; pooled: everybody's rows alike; wga: averaging with --alpha; bc: bias"
                 " correction with --alpha and --beta. All rules, described by `coterie list rules`:"
@@ -155,8 +154,14 @@ class FitOptions(StepSettings):
         Path, Option(help="Folder for the model, its preparation, records and checkpoints.")
     ]
     model: Annotated[
-        str, Option(help="linear, mlp, or module.path:factory(n_inputs, n_outputs).")
-    ] = "linear"
+        str,
+        Option(
+            help=(
+                "linear, trees, mlp, or module.path:factory(n_inputs, n_outputs). auto: linear"
+                " models and trees, mixed, where no option says how steps are taken, else linear."
+            )
+        ),
+    ] = "auto"
     metrics: Annotated[
         list[str],
         Option(
@@ -229,9 +234,6 @@ class EngineOptions:
             )
         ),
     ] = "in-process"
-    gather: Annotated[
-        bool, Option("--gather", help="torch: add up at user 0, in order, to reproducible bits.")
-    ] = False
     compress: Annotated[
         Literal["bf16", "fp16"] | None,
         Option(help="torch: round what is sent; what is lost is added to the next message."),
@@ -250,7 +252,6 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         options: dict[str, Any] = {
-            "gather": self.gather,
             "compress": self.compress,
             "timeout": self.timeout,
         }
@@ -259,14 +260,13 @@ class EngineOptions:
         if self.engine != "torch" and given:
             raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
 
-    def over(self, processes: Group | Meeting) -> Any:
+    def over(self, processes: Processes, *, everyone: bool) -> Any:
         """Return what makes the engine of a run, over processes of which one trains, or all do."""
         how: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
-        if isinstance(processes, Group):
-            return functools.partial(TorchDistributed, group=processes, gather=self.gather, **how)
-        return functools.partial(
-            Mutual, meeting=processes, sums=SumsOnly() if self.secure_sums else None, **how
-        )
+        how |= {"processes": processes} | ({"timeout": self.timeout} if self.timeout else {})
+        if not everyone:
+            return functools.partial(TorchDistributed, **how)
+        return functools.partial(Mutual, sums=SumsOnly() if self.secure_sums else None, **how)
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:

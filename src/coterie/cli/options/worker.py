@@ -70,7 +70,7 @@ class GivingOptions:
     ] = 0.5
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `coterie.engines.torch_distributed.worker.serve` that say so."""
+        """Return the arguments of `coterie.engines.processes.engine.serve` that say so."""
         caps, sums = Caps(self.max_gradients, self.max_norm, self.min_examples), None
         if not self.secure_sums:  # whoever names limits must not give more than these allow
             check_effect(self, ("key",), "--secure-sums")

@@ -22,6 +22,8 @@ from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.in_process.user_by_user import UserByUser
 from coterie.engines.in_process.weights import Weights
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.linear_rows import LinearRows
+from coterie.errors import ModelError
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import FiniteLater, Gradients, add_up, keep_finite
 from coterie.privacy.privacy import Privacy
@@ -160,6 +162,7 @@ class InProcess:
             batch_size=self.sampler.batch_size,
             batch_dependent=support.batch_dependent,
             local_work=True,
+            no_e_steps="a user has a stream" if any(u.is_stream for u in users.values()) else "",
         )
 
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
@@ -305,6 +308,24 @@ class InProcess:
             )
 
         return work.followed(points, gradients, slice(None))
+
+    def e_step(self, question: Question) -> Callable[[], Answers]:
+        """Let peers answer an E-step, which they do at once; see `AnswersESteps.e_step`."""
+        asked, given = question.e_step, dict[tuple[int, int], Tensor]()
+        if asked is None:
+            raise ValueError("an E-step is asked for by `e_step`")
+        for peer in (~question.weights[0].isnan()).nonzero().flatten().tolist():
+            rows = self._linear_rows[peer]
+            if why := rows.misfit(asked):
+                raise ModelError(f"peer {self.names[peer]!r} answers no E-step: {why}")
+            given[0, peer] = rows.answer(asked, question.points[0])
+        answers = Answers.of(replace(question, rows=True), given, self.names)
+        return lambda: answers
+
+    @functools.cached_property
+    def _linear_rows(self) -> list[LinearRows]:
+        """The peers' rows, which are scaled once."""
+        return [LinearRows(self.sampler.users[name], self.passes) for name in self.names]
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, or those of the first.

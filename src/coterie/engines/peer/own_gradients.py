@@ -4,6 +4,7 @@ Gradients of its own examples, on batches that it draws itself.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -15,9 +16,11 @@ from coterie.engines.engine import LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer.caps import Caps, clipped
+from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.own_draws import OwnDraws, secret_number
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
+from coterie.mixture.peer import EStep
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
@@ -51,6 +54,7 @@ class OwnGradients:
     ) -> None:
         self.user, self.passes, self.support, self.caps = user, passes, support, caps
         self._secret, self._private = secret, private
+        self.linear = LinearRows(user, passes)
         self._table: tuple[BatchStream, IndexTable] | None = None
 
     def __call__(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
@@ -66,6 +70,15 @@ class OwnGradients:
             torch.stack([gradient(point, self._buffers(request, p)) for p, point in points]),
             examples,
         )
+
+    def e_step(self, asked: EStep, point: Tensor, *, masked: bool) -> tuple[Tensor, int]:
+        """Answer an E-step on all examples, of which it says as many as the caps tell.
+
+        Its gradient is clipped, but not where it is `masked`.
+        """
+        told = len(self.user) // self.caps.examples * self.caps.examples
+        norm = math.inf if masked else self.caps.norm
+        return self.linear.answer(asked, point, told, norm)[None], len(self.user)
 
     def _worked(self, request: Request, work: LocalWork) -> tuple[Tensor, int]:
         """Take steps from each point, and return the sums of what they followed, and examples as above."""

@@ -171,12 +171,24 @@ class Peer:
                 if refused
                 else self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED))
             )
-        terms = {"willing": left is None or left > 0, "left": left, "size": self.size}
-        terms |= {"examples": self.caps.examples}  # behind a gradient, at least
+        terms: dict[str, Any] = {
+            "willing": left is None or left > 0,
+            "left": left,
+            "size": self.size,
+        }
+        # behind a gradient, at least
+        terms |= {"examples": self.caps.examples, "no_e_steps": self.why_no_e_steps}
         if private is None:
             return terms
         told = {"promises": private.privacy.in_words(), "promise": self._spending.told()}
         return terms | told | {"batch_size": private.privacy.batch_size}
+
+    @property
+    def why_no_e_steps(self) -> str:
+        """Why it answers no E-steps; empty where it does."""
+        if self._private is not None:
+            return "it promises privacy, and gives gradients with noise only"
+        return "it has a stream, not examples" if self.user.is_stream else ""
 
     def of_planned(self, batch_size: int, gradients: int) -> int:
         """Return how many of so many gradients of such batches would be given, as far as is known before."""
@@ -245,10 +257,11 @@ class Peer:
         """Return the gradients at the points on the batch of (seed, user, step), or why there are none.
 
         Every gradient counts against the caps, those of steps of its own too, each of which is
-        clipped. With caps on the norm or a log, one that is not finite is not given: its row is not
-        numbers, and where that holds for all the request is refused. An error is logged and raised.
-        The log also names the caller. The `share` is of the noise of a masked sum, where the answer
-        is a part of one and its sites split the noise.
+        clipped; an E-step counts as `EStep.gradients`, and of it the gradient is clipped. With caps
+        on the norm or a log, one that is not finite is not given: its row is not numbers, and where
+        that holds for all the request is refused. An error is logged and raised. The log also names
+        the caller. The `share` is of the noise of a masked sum, where the answer is a part of one
+        and its sites split the noise.
 
         Where it is `masked`, nothing but the sum may tell of the examples. So what is refused
         follows from the request and the counts, a gradient is not clipped, one that fails is not a
@@ -261,21 +274,26 @@ class Peer:
             return self._answer_privately(request, self._private, caller, share)
         counts = self._secret is not None or self.ledger.path is not None
         try:
-            gradients, examples = self._gradients(request)
+            if request.e_step is None:
+                gradients, examples = self._gradients(request)
+            else:
+                how = request.e_step, request.points[0]
+                gradients, examples = self._gradients.e_step(*how, masked=masked)
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             if not masked:
                 raise
-            gradients, examples = torch.full_like(request.points, math.nan), 0
+            gradients, examples = torch.full_like(request.form, math.nan), 0
         given, norm = request.gradients, None
+        plain = request.work is None and request.e_step is None
         if masked:
             norm = max(clipped(gradient, None)[1] for gradient in gradients)
             if not math.isfinite(norm):
                 norm = None
                 self._note(caller, request.step, failed="not finite: no sum, under masks")
         elif counts:
-            # steps of its own are clipped one by one
-            cap = None if request.work is not None else self.caps.norm
+            # steps of its own are clipped one by one, and an E-step's gradient before it has units
+            cap = self.caps.norm if plain else None
             pairs = [clipped(gradient, cap) for gradient in gradients]
             norms = [norm for _, norm in pairs if math.isfinite(norm)]
             if not norms:
@@ -291,6 +309,7 @@ class Peer:
             "examples": examples,
             "norm": norm,  # the largest
         }
+        line |= {} if request.e_step is None else {"e_step": request.e_step.told}
         if not self.ledger.give(
             given, at_most=self.caps.gradients, **line
         ):  # another process was faster
@@ -351,11 +370,16 @@ class Peer:
             return wrong
         if request.frozen is not None and request.frozen != self.frozen:
             return "its model has other frozen parameters"
+        if request.e_step is not None:
+            return self.why_no_e_steps or self._gradients.linear.misfit(request.e_step)
         return None
 
     def _exceeded_cap(self, request: Request) -> str | None:
         """Return which cap a request exceeds, if any."""
-        if min(request.batch_size, len(self.user)) < self.caps.examples:
+        examples = len(self.user)
+        if request.e_step is None:  # which is of all examples
+            examples = min(request.batch_size, examples)
+        if examples < self.caps.examples:
             return f"it gives no gradient of fewer than {self.caps.examples} examples"
         if not self.is_willing():
             return f"it has given all the gradients it gives, {self.caps.gradients}"

@@ -24,8 +24,8 @@ from coterie.engines.remote.messages import pack_request, read_reply
 from coterie.engines.remote.sites import CountedTransport, Replies, Sites
 from coterie.engines.requests import Request, noise_told, promise_told, whole_number
 from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
-from coterie.errors import KnobError
-from coterie.gradients.gradients import Gradients, is_finite
+from coterie.errors import KnobError, printable
+from coterie.gradients.gradients import Gradients, add_up, is_finite
 from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.masked_sums import MaskedSums
 from coterie.recording.costs import Traffic
@@ -68,6 +68,7 @@ class Remote:
             too; see `MaskedGroups`.
         largest: with `secure_sums` what no entry of a gradient may exceed; the error of a sum is
             about 1e-9 of it.
+        one_by_one: of user 0's own gradients, as for `InProcess`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Remote:
         compress: Compress | None = None,
         secure_sums: bool | Mapping[str, Sequence[str]] = False,
         largest: float = 16.0,
+        one_by_one: bool = False,
     ) -> None:
         self.timeout, self.compress = POSITIVE("timeout", timeout), COMPRESS("compress", compress)
         self.misses, self.probe_every = COUNT("misses", misses), COUNT("probe_every", probe_every)
@@ -106,7 +108,8 @@ class Remote:
             sites, names = MaskedGroups(sites, self.groups, names, **how), tuple(self.groups)
             check_names([me.name, *names])
         self.names = tuple(names)
-        self.own = InProcess(model, loss, me, batch_size=batch_size, seed=seed)
+        own: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "one_by_one": one_by_one}
+        self.own = InProcess(model, loss, me, **own)
         self.batch_size, self.seed, self._alone = batch_size, seed, False
         self._transport = CountedTransport(sites, timeout, me.name, self.names)
         self._mine = self._transport.mine
@@ -116,13 +119,13 @@ class Remote:
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._noise: dict[str, float] = {}
+        self._no_e_steps = "no site has said that it answers E-steps"
         self._frozen = frozen_digest(model)
         self._sums: SecureSums | None = None
         if secure_sums and not self.groups:
             sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
             self._sums = SecureSums(sums, self._transport, batch_size)
-        else:
-            self._ask_sizes()
+        self._ask_sizes()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -132,7 +135,12 @@ class Remote:
         """
         told = self._examples
         if self._sums is not None:
-            return Capabilities(rows=False, batch_size=self.batch_size, examples=told)
+            return Capabilities(
+                rows=False,
+                batch_size=self.batch_size,
+                examples=told,
+                no_e_steps=self._no_e_steps,
+            )
         return Capabilities(
             rows_at_hand=True,
             batch_size=self.batch_size,
@@ -140,6 +148,7 @@ class Remote:
             examples=told,
             noise=self._noise,
             local_work=not self.groups,
+            no_e_steps=self._no_e_steps,
         )
 
     @property
@@ -165,6 +174,10 @@ class Remote:
         given_by, left_out = answers()
         kept = {self.names[peer]: row for (_, peer), row in given_by.items()}
         names = tuple(name for name in weights if name in kept)
+        if not rows:  # in the order of the weights: the same bits wherever the peers are
+            arriving = ((name, kept[name]) for name in names)
+            peers, share, _ = add_up(mine.own, arriving, weights)
+            return replace(mine, peers=peers, answered=share, left_out=left_out)
         matrix = torch.stack([kept[name] for name in names]) if names else x.new_empty(0, len(x))
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
@@ -197,7 +210,8 @@ class Remote:
             if name not in left_out:
                 alike.setdefault(tuple(wanted.tolist()), []).append(name)
         points = question.points.detach()
-        sent = None if self._rounding is None else self._rounding(points)
+        exact = self._rounding is None or question.e_step is not None
+        sent = None if exact or self._rounding is None else self._rounding(points)
         if sent is not None:
             self._mine.rounding = max(self._mine.rounding, relative_error(points, sent))
         waiting = [
@@ -209,6 +223,24 @@ class Remote:
     def local_work(self, question: Question) -> Callable[[], Answers]:
         """Let sites take steps of their own; see `WorksLocally.local_work`."""
         return self.ask(question)
+
+    def e_step(self, question: Question) -> Callable[[], Answers]:
+        """Let sites answer an E-step; see `AnswersESteps.e_step`. Under masks their sum comes."""
+        if self._sums is None:
+            return self.ask(replace(question, rows=True))
+        sums, form = self._sums.sums, question.form
+        weights = dict(zip(self.names, question.weights[0].nan_to_num().tolist(), strict=True))
+        request = self._request(question.points.detach(), question.step, e_step=question.e_step)
+        waiting = self._sums.ask(pack_request(request), weights)
+
+        def answers() -> Answers:
+            summed, left_out = waiting()
+            if summed is None:
+                return Answers(torch.zeros_like(form), form.new_zeros(1), sums.lost | left_out)
+            answered = sum(weight for name, weight in weights.items() if name not in sums.lost)
+            return Answers(summed.reshape(form.shape), form.new_tensor([answered]), sums.lost)
+
+        return answers
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
@@ -287,10 +319,15 @@ class Remote:
         return Request(points, step, self.seed, **how | more)
 
     def _ask_sizes(self) -> None:
-        """Ask how many examples sites have: a rule may weigh them by it in its first step."""
+        """Ask how many examples sites have, by which a rule may weigh them, and if they answer E-steps."""
+        why_not = {}
         for name, terms in self._transport.ask(self.names, "ready").wait().items():
             if name in self.names and isinstance(terms, Mapping):
                 self._examples[name] = whole_number(terms.get("size"))
+                said = terms.get("no_e_steps")
+                why_not[name] = printable(said, 100) if isinstance(said, str) else "it knows none"
+        if why_not:
+            self._no_e_steps = "; ".join(f"{name}: {why}" for name, why in why_not.items() if why)
 
     def _send(
         self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None
@@ -305,7 +342,8 @@ class Remote:
             else question.work.at([k for k, yes in enumerate(wanted) if yes])
         )
         points = question.points.detach()
-        request = self._request(points if all(wanted) else points[wanted], question.step, work=work)
+        how: dict[str, Any] = {"work": work, "e_step": question.e_step}
+        request = self._request(points if all(wanted) else points[wanted], question.step, **how)
         moved = {name: rows[wanted] for name, rows in question.buffers.items()}
         request = replace(
             request,
@@ -325,14 +363,14 @@ class Remote:
         left_out: dict[str, str],
     ) -> tuple[Given, dict[str, str]]:
         """Wait for the sites, and return what can be used of their answers, and who is left out."""
-        points, began = question.points, time.perf_counter()
+        form, began = question.form, time.perf_counter()
         usable: Given = {}
         for names, sent in waiting:
             replies = sent.wait()
             for name in names:
                 places = asked[name].nonzero().flatten().tolist()
                 answer = self._read(
-                    name, replies.get(name), question.step, points[:1].expand(len(places), -1)
+                    name, replies.get(name), question.step, form[:1].expand(len(places), -1)
                 )
                 if isinstance(answer, str):
                     left_out[name] = answer
@@ -377,7 +415,7 @@ class Remote:
             self._transport.received(name, reply["gradients"].nbytes)
             self._examples[name] = whole_number(reply.get("examples"))
             self._noise[name] = noise_told(reply.get("noise"))
-            self._transport.traffic[name].seconds_computing += seconds_told(
-                reply.get("seconds"), self.timeout
-            )
+            traffic = self._transport.traffic[name]
+            traffic.rounding = max(traffic.rounding, noise_told(reply.get("rounding")))
+            traffic.seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer

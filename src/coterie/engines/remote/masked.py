@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from coterie.engines.remote.messages import read_part
+from coterie.engines.remote.messages import answer_form, read_part
 from coterie.engines.remote.sites import CountedTransport, LocalReplies, Replies, Sites
 from coterie.engines.requests import noise_told, whole_number
 from coterie.errors import KnobError
@@ -56,7 +56,7 @@ class SecureSums:
     def _added(
         self, sent: Replies, names: Sequence[str], request: dict[str, Any], round_: int
     ) -> tuple[Tensor | None, dict[str, str]]:
-        replies, step, size = sent.wait(), request["step"], request["points"].size
+        replies, step, size = sent.wait(), request["step"], answer_form(request).size
         read = {name: read_part(name, replies.get(name), step, round_, size) for name in names}
         parts = {name: part for name, part in read.items() if not isinstance(part, str)}
         for name, part in parts.items():
@@ -64,7 +64,10 @@ class SecureSums:
         missing = {name: part for name, part in read.items() if isinstance(part, str)}
         self.told = {name: replies[name] for name in parts}
         words = None if missing else reduce(np.add, parts.values())
-        return self.sums.added(words, missing, step)
+        summed, left_out = self.sums.added(words, missing, step)
+        if summed is not None and "e_step" in request:  # numbers of at most 1
+            summed = summed / self.sums.largest
+        return summed, left_out
 
 
 class MaskedGroups:
@@ -137,9 +140,11 @@ class MaskedGroups:
             if isinstance(reply, dict)
         ]
         sizes = [whole_number(reply.get("size")) for reply in told]
+        why_not = [str(reply.get("no_e_steps")) for reply in told if reply.get("no_e_steps") != ""]
         return {
             "willing": len(here) > 1,
             "size": None if None in sizes else sum(n or 0 for n in sizes),
+            "no_e_steps": next(iter(why_not), ""),
         }
 
     def _mean(
@@ -160,7 +165,7 @@ class MaskedGroups:
                     "; ".join(f"{site}: {why}" for site, why in reasons.items()) or "too few sites"
                 )
             }
-        points, told, tau = request["points"], self._sums[name].told, self._tau[name]
+        form, told, tau = answer_form(request), self._sums[name].told, self._tau[name]
         share = math.fsum(tau[site] for site in told)
         counts = [whole_number(reply.get("examples")) for reply in told.values()]
         noise = math.hypot(
@@ -170,7 +175,7 @@ class MaskedGroups:
             "examples": None if None in counts else sum(n or 0 for n in counts),
             "noise": noise / share,
         }
-        mean = (summed / share).numpy().reshape(points.shape).astype(points.dtype)
+        mean = (summed / share).numpy().reshape(form.shape).astype(form.dtype)
         return {"gradients": mean, "site": name, "step": request["step"], "seconds": 0.0, **about}
 
 

@@ -3,6 +3,8 @@
 Both ends take nothing on trust. What does not fit is refused by the site, and left out by user 0.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,13 @@ from torch import Tensor
 from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
+from coterie.engines.rounding import relative_error
 from coterie.errors import printable
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
+from coterie.mixture.peer import EStep
+from coterie.mixture.posterior import Priors
+from coterie.mixture.scaling import Scaling
 from coterie.privacy.masks import N_CHECKS, NoiseShare, Words
 
 FLOATS = (np.float16, np.float32, np.float64)
@@ -30,7 +36,10 @@ def pack_request(request: Request, points: Tensor | None = None) -> dict[str, An
     buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
     sent = to_array(request.points) if points is None else _encoded(points)
     message = vars(request) | {"points": sent, "buffers": buffers}
-    work = message.pop("work")
+    work, e_step = message.pop("work"), message.pop("e_step")
+    if e_step is not None:
+        plain = {name: getattr(e_step, name) for name in ("told", "family", "layer", "examples")}
+        message["e_step"] = plain | e_step.priors._asdict() | e_step.scaling._asdict()
     if work is not None:
         message["work"] = vars(work) | {"add": None if work.add is None else to_array(work.add)}
     return message
@@ -38,8 +47,16 @@ def pack_request(request: Request, points: Tensor | None = None) -> dict[str, An
 
 def request_bytes(message: dict[str, Any]) -> int:
     """Return how many bytes the arrays of a request have."""
-    arrays = [message["points"], *message["buffers"].values(), message.get("work", {}).get("add")]
-    return sum(array.nbytes for array in arrays if array is not None)
+    parts = [message["points"], *message["buffers"].values()]
+    parts += [part for name in ("work", "e_step") for part in message.get(name, {}).values()]
+    return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+
+
+def answer_form(message: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Return something like what is answered to a request of one's own."""
+    e_step = _read_e_step(message.get("e_step"))
+    points: np.ndarray[Any, Any] = message["points"]
+    return np.zeros((1, math.prod(e_step.shape))) if isinstance(e_step, EStep) else points
 
 
 def answer_message(
@@ -65,11 +82,13 @@ def answer_message(
         return {"refused": f"it failed with {type(error).__name__}"}
     if reply.gradients is None:
         return {"refused": reply.refused}
-    gradients, asked_as = reply.gradients, _decoded(request["points"])
+    gradients, asked_as, rounding = reply.gradients, decoded(request["points"]), 0.0
     if (
-        asked_as is not None and share is None
+        asked_as is not None and share is None and "e_step" not in request
     ):  # in half precision a share of noise could be rounded away
-        gradients = peer.rounded(gradients, asked_as.dtype, caller)
+        exact = gradients
+        gradients = peer.rounded(exact, asked_as.dtype, caller)
+        rounding = relative_error(exact, gradients)
     about = {
         "site": peer.user.name,
         "step": step,
@@ -77,6 +96,8 @@ def answer_message(
         "examples": reply.examples,
     }
     about |= {} if reply.noise is None else {"noise": reply.noise}
+    # under masks it would tell of the gradient
+    about |= {"rounding": rounding} if rounding and not masked else {}
     return {"gradients": _encoded(gradients), **about}
 
 
@@ -93,7 +114,7 @@ def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str
         return "refused: " + printable(refused, 100)
     if not isinstance(sent, np.ndarray):
         return "not a gradient"
-    gradients = _decoded(sent)
+    gradients = decoded(sent)
     wrong = {
         "from another sender": not isinstance(fields.get("site"), str) or fields["site"] != name,
         "of another step": _is_other(fields.get("step"), step),
@@ -137,12 +158,13 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     """Return the request in a message, for this peer's model, or what is wrong with it."""
     if not isinstance(message, dict):
         return "a request must have fields"
-    points, parameters = _decoded(message.get("points")), peer.passes.parameters
+    points, parameters = decoded(message.get("points")), peer.passes.parameters
     if points is None or not is_finite(points):
         return f"a point must be {parameters.size} finite floating-point numbers"
     work = _read_work(message.get("work"), parameters)
-    if isinstance(work, str):
-        return work
+    e_step = _read_e_step(message.get("e_step"))
+    if isinstance(work, str) or isinstance(e_step, str):
+        return work if isinstance(work, str) else str(e_step)
     numbers: dict[str, Any] = {name: message.get(name) for name in ("step", "seed", "batch_size")}
     buffers, frozen = message.get("buffers", {}), message.get("frozen")
     if not all(isinstance(number, int) for number in numbers.values()):
@@ -157,6 +179,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
         buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
         frozen=None if frozen is None else str(frozen),
         work=work,
+        e_step=e_step,
     )
 
 
@@ -168,11 +191,34 @@ def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
     count, lr, decay, add = (fields.get(name) for name in ("count", "lr", "decay", "add"))
     if type(count) is not int or type(lr) is not float or type(decay) is not float:
         return "steps of its own must have a count, a step size and a decay"
-    row = None if add is None else _decoded(add)
+    row = None if add is None else decoded(add)
     if add is not None and (row is None or not bool(row.isfinite().all())):
         return "what is added must be finite numbers like the points"
     row = None if row is None else row.to(parameters.device, parameters.dtype)
     return LocalWork(count, lr, row, decay)
+
+
+def _read_e_step(message: Any) -> EStep | str | None:
+    """Return the E-step that a message asks for, its numbers as they come, or what is wrong with it."""
+    if message is None:
+        return None
+    fields = message if isinstance(message, dict) else {}
+    texts = [fields.get(name) for name in ("family", "told", "layer")]
+    of_scaling = Scaling._fields[:-1]
+    arrays = {name: fields.get(name) for name in (*Priors._fields, *of_scaling)}
+    examples, intercept = fields.get("examples"), fields.get("intercept")
+    if (
+        not all(type(text) is str and len(text) < 1000 for text in texts)
+        or not all(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays.values())
+        or type(examples) is not float
+        or type(intercept) is not bool
+    ):
+        return "an E-step must have priors, a scaling, and what to tell"
+    held: dict[str, Any] = {name: np.array(array) for name, array in arrays.items()}
+    family, told, layer = (str(text) for text in texts)
+    priors = Priors(*(held[name] for name in Priors._fields))
+    scaling = Scaling(**{name: held[name] for name in of_scaling}, intercept=intercept)
+    return EStep(family, scaling, priors, told, examples, layer)
 
 
 def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -188,7 +234,7 @@ def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
     )
 
 
-def _decoded(array: Any) -> Tensor | None:
+def decoded(array: Any) -> Tensor | None:
     """Return the numbers of an array; None where it is not one of floating-point numbers.
 
     They are where they came, and not to be changed, unless torch cannot read them there.

@@ -13,6 +13,8 @@ from coterie.privacy.masks import digest_of
 from coterie.privacy.member import Member, check_margin
 from coterie.privacy.sums import SumsOnly
 
+NO_POSTERIORS = "it adds gradients under masks, no posteriors; it may set `posteriors` in [sums]"
+
 
 class Responder:
     """A site in one job. It gives its gradients, or with `sums` its part of masked sums and nothing else.
@@ -41,9 +43,11 @@ class Responder:
 
     def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
         """Say whether there is a gradient to give, and what is given at most; see `Peer.terms`."""
-        return self.peer.terms(batch_size, gradients) | (
-            {"sums_of": self.sums.peers} if self.only_sums else {}
-        )
+        terms = self.peer.terms(batch_size, gradients)
+        if not self.only_sums:
+            return terms
+        why_not = terms["no_e_steps"] or ("" if self.sums.posteriors else NO_POSTERIORS)
+        return terms | {"sums_of": self.sums.peers, "no_e_steps": why_not}
 
     def gradients(self, request: Any, caller: str = "user 0") -> dict[str, Any]:
         """Return the gradients asked for, or why there are none; see `Peer.answer`."""
@@ -87,11 +91,20 @@ class Responder:
                 digest_of(request),
                 self.member.next_round(fields.get("round"), fields.get("work")),
             )
-            share = masks.agreement.share_of(masks.site)
+            share, e_step = masks.agreement.share_of(masks.site), fields.get("e_step") or {}
+            if (
+                self.only_sums
+                and not self.sums.posteriors
+                and "posterior" in e_step.get("told", "")
+            ):
+                return self._refused(NO_POSTERIORS, caller, request)
             reply = answer_message(self.peer, caller, request, share, masked=True)
             if "gradients" not in reply:
                 return reply
-            part = masks.masked(reply.pop("gradients"), context)
+            given = reply.pop("gradients")
+            if e_step:  # its numbers are at most 1
+                given = given * masks.agreement.largest
+            part = masks.masked(given, context)
             return reply | {"round": fields["round"], "part": part}
         except Exception as error:
             return self._refused(_reason(error), caller, request)

@@ -76,14 +76,16 @@ class CountedTransport:
         """Ask sites what is short, and not counted; see `Sites.ask`."""
         return self.sites.ask(names, method, self.timeout, **arguments)
 
-    def send(self, names: Sequence[str], method: str, request: dict[str, Any]) -> Replies:
+    def send(
+        self, names: Sequence[str], method: str, request: dict[str, Any], **more: Any
+    ) -> Replies:
         """Send a request to sites, and count it."""
         size = request_bytes(request)
         self.mine.bytes_sent += size * len(names)
         self.mine.messages += len(names)
         for name in names:
             self.traffic[name].bytes_received += size
-        return self.ask(names, method, request=request)
+        return self.ask(names, method, request=request, **more)
 
     def received(self, name: str, size: int) -> None:
         """Count a message of a site."""

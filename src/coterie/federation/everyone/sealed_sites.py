@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.engines.mutual.letters import packed, unpacked
+from coterie.engines.remote.codec import packed, unpacked
 from coterie.engines.remote.sites import Replies, Sites
 from coterie.errors import MaskError
 from coterie.privacy.calls import Calls

@@ -1,4 +1,4 @@
-"""Strangers and curious leads under torch.distributed: forged notes, nonsense, sums that are none."""
+"""Strangers and curious leads among processes: altered notes, nonsense, sums that are none."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support import fuzz, processes
-from tests.support.masked import SLOW
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is there
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.torch_distributed.engine import serve
-from coterie.engines.torch_distributed.group import Group
-from coterie.engines.torch_distributed.place import Place, stay_on_loopback
-from coterie.engines.torch_distributed.request import Ask
-from coterie.engines.torch_distributed.seal import VARIABLE, Seal
+from coterie.engines.processes.engine import serve
+from coterie.engines.processes.processes import Processes
+from coterie.engines.processes.rendezvous import SECRET_FILE, Address, Rendezvous
 from coterie.errors import KnobError, PeerLost
 from coterie.privacy.sums import SumsOnly
 
@@ -50,62 +46,21 @@ def linear() -> nn.Module:
 # Nonsense gives typed errors only.
 
 
-@pytest.mark.parametrize("secret", [None, b"a secret of 16 bytes"])
-def test_frames_to_a_worker(secret: bytes | None) -> None:
-    found = fuzz.frames_to_a_worker(250, secret=secret)
-    assert set(found) <= {"answered", "typed"}
-    assert found["typed"] > 30
-    assert (found["answered"] > 60) == (secret is None), "what has no tag is no message of user 0's"
-
-
-def test_frames_and_agreements_to_a_masked_worker() -> None:
-    found = fuzz.frames_to_a_masked_worker(800 if SLOW else 120)
-    assert set(found) == {"answered", "typed"}, found
-
-
 @pytest.mark.parametrize(
-    "send", [fuzz.messages_to_a_site, fuzz.replies_to_user_0, fuzz.notes_of_strangers]
+    "send",
+    [
+        fuzz.questions_to_a_worker,
+        fuzz.messages_to_a_site,
+        fuzz.replies_to_user_0,
+        fuzz.notes_of_strangers,
+    ],
 )
-def test_messages_to_sites_replies_and_notes(send: Any) -> None:
+def test_nonsense_is_a_typed_error_or_harmless(send: Any) -> None:
     found = send(150)
     assert set(found) == {"answered", "typed"}, found
 
 
-def test_notes_of_strangers_are_refused_by_a_secret() -> None:
-    assert set(fuzz.notes_of_strangers(100, secret=b"a secret of 16 bytes")) == {"typed"}
-
-
 # A secret that all processes share.
-
-
-def test_a_note_is_its_own_and_nobody_elses() -> None:
-    store = HashStore()
-    ours, theirs, later = (
-        Group(store, 0, 2, 0.1, secret, k) for secret, k in ((b"x", 0), (b"y", 0), (b"x", 1))
-    )
-    ours.leave_note("go", {"refused": None})
-    assert ours.read_note("go", "user 0", refused=str | None) == {"refused": None}
-    for stranger in (theirs, later):
-        with pytest.raises(PeerLost, match="no tag of this cluster's secret"):
-            stranger.read_note("go", "user 0")
-    store.set("run", store.get("go").decode())  # a note in the place of another
-    with pytest.raises(PeerLost, match="no tag"):
-        ours.read_note("run", "user 0")
-    assert "secret" not in repr(ours)
-
-
-def test_a_request_is_taken_from_user_0_once() -> None:
-    secret = b"a secret of 16 bytes"
-    with fuzz.worker(secret) as worker:
-        request, seal = worker.wire.request, Seal(secret, fuzz.RUN["nonce"])
-        request.ask(Ask.NOTHING)
-        request.tag.copy_(seal.tag(request.body))
-        assert worker.answer(told_to_end=False)
-        with pytest.raises(PeerLost, match="not user 0's"):  # the same again
-            worker.answer(told_to_end=False)
-        request.tag.copy_(Seal(b"another secret, 16", "0").tag(request.body))
-        with pytest.raises(PeerLost, match="not user 0's"):
-            worker.answer(told_to_end=False)
 
 
 def gradients(engine: Any, weights: dict[str, float], **settings: Any) -> coterie.Gradients:
@@ -125,8 +80,8 @@ def test_a_run_with_a_secret_is_the_run_without(
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef")
     path.chmod(0o600)
-    monkeypatch.setenv(VARIABLE, str(path))
-    with processes.torch_distributed(gather=True) as engine:
+    monkeypatch.setenv(SECRET_FILE, str(path))
+    with processes.torch_distributed() as engine:
         found = gradients(engine, EVEN)
     assert found.peers is not None
     assert wanted.peers is not None
@@ -147,48 +102,143 @@ def test_a_process_without_the_secret_does_not_take_part(
     path.chmod(0o600)
 
     def stranger(*arguments: Any) -> None:
-        del os.environ[VARIABLE]
+        del os.environ[SECRET_FILE]
         serve(*arguments, timeout=2)
 
-    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setenv(SECRET_FILE, str(path))
     honest = functools.partial(serve, timeout=3)
     with (
         processes.torch_distributed([honest, stranger, honest], timeout=3.0) as engine,
-        pytest.raises(PeerLost, match=r"'hello/2' of rank 2 is not one|did not come within"),
+        pytest.raises(PeerLost, match=r"rank 2.* did not come within"),
     ):
         gradients(engine, EVEN)
+
+
+@pytest.mark.parametrize("me", ["all", "one"])
+def test_without_a_secret_nobody_meets_but_on_this_machine(me: str, tmp_path: Path) -> None:
+    """The exploit: a stranger on the network is taken for a member, and asks for gradients."""
+    (tmp_path / "a.csv").write_text("who,x,y\none,1,2\ntwo,3,4\n")
+    there = {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
+    command = ["train", "--engine", "torch", "--me", me, "--data", str(tmp_path / "a.csv")]
+    command += ["--user-column", "who", "--target", "y", "--out", str(tmp_path / "out")]
+    answer = CliRunner().invoke(app, command, env=there)
+    assert answer.exit_code == 2
+    assert "processes that meet at 192.0.2.7 need a secret" in " ".join(answer.output.split())
+    assert "COTERIE_SECRET_FILE" in answer.output
+
+
+def test_a_note_that_leads_elsewhere_is_not_followed_without_a_secret() -> None:
+    """The exploit: whoever reaches the store overwrites where a process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        at = Address("127.0.0.1", free.getsockname()[1], 0, 2)
+    ended = processes.ended(processes.forked(functools.partial(_follows, at)))
+    assert ended == 0
+
+
+def _follows(at: Address) -> None:
+    rendezvous = Rendezvous(5.0, at)
+    assert rendezvous.where(0) == rendezvous.listening
+    store: Any = rendezvous._store
+    for note in ('["192.0.2.7", 80]', '["127.0.0.1", -1]', "3", "[]", "\xff", "[" * 10_000):
+        store.set("1", note)
+        assert rendezvous.where(1) is None
+    store.set("1", '["127.0.0.1", 80]')
+    assert rendezvous.where(1) == ("127.0.0.1", 80)
+    rendezvous.secret = b"a secret of 16 bytes"  # whoever is there must prove it
+    store.set("1", '["192.0.2.7", 80]')
+    assert rendezvous.where(1) == ("192.0.2.7", 80)
+
+
+@pytest.mark.parametrize("with_secret", [False, True])
+def test_an_altered_note_costs_time_and_ends_nobody(
+    with_secret: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exploit: one altered note ended two ranks. What leads to a stranger is tried again."""
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o600)
+    if with_secret:
+        monkeypatch.setenv(SECRET_FILE, str(path))
+
+    def work(rank: int) -> None:
+        rendezvous = Rendezvous(processes.PATIENCE)
+        if rank == 0:  # it comes late: first the others find what a stranger has left
+            with socket.create_server(("127.0.0.1", 0)) as stranger:
+                stranger.settimeout(processes.PATIENCE)
+                _spoil(rendezvous, json.dumps(stranger.getsockname()[:2]))
+                connection, _ = stranger.accept()
+                connection.sendall(b"x" * 1000)
+                connection.close()
+            _spoil(rendezvous, "[[[")
+        with Processes(rendezvous) as others:
+            assert set(others.exchange("who", {"me": rank}, me=int)) == {0, 1, 2} - {rank}
+            (tmp_path / f"met {rank}").touch()
+            end = time.monotonic() + processes.PATIENCE
+            while len([*tmp_path.glob("met *")]) < 3 and time.monotonic() < end:
+                time.sleep(0.02)
+
+    works = [functools.partial(work, rank) for rank in range(3)]
+    assert processes.Started(works).end() == [0, 0, 0]
+
+
+def _spoil(rendezvous: Rendezvous, note: str) -> None:
+    """Leave a note of a stranger in the place of this process's own."""
+    rendezvous.where(0)
+    store: Any = rendezvous._store
+    store.set("0", note)
+
+
+def test_idle_strangers_lock_nobody_out() -> None:
+    """The exploit: connections that say nothing, to whoever listens, before the others come."""
+
+    def work(rank: int) -> None:
+        rendezvous, idle = Rendezvous(processes.PATIENCE), []
+        with Processes(rendezvous) as others:
+            if rank == 0:
+                end = time.monotonic() + processes.PATIENCE
+                while rendezvous.listener is None and time.monotonic() < end:
+                    time.sleep(0.01)
+                at = rendezvous.where(0)
+                assert at is not None
+                idle = [socket.create_connection(at) for _ in range(20)]
+            assert set(others.exchange("who", {"me": rank}, me=int)) == {1 - rank}
+            for connection in idle:
+                connection.close()
+            time.sleep(0.2)
+
+    assert processes.Started([functools.partial(work, rank) for rank in range(2)]).end() == [0, 0]
 
 
 # Where it listens.
 
 
-def test_the_store_listens_at_the_address_given_and_at_no_other() -> None:
+def test_it_listens_at_the_address_given_and_at_no_other() -> None:
     """127.0.0.2 is this machine too: whoever listens at all addresses answers there."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
     def keep() -> None:
-        store = Place("127.0.0.1", port, 0, 1).keep(timedelta(seconds=5), all_come=True)
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=5)
-        store.set("a", "b")
+        rendezvous = Rendezvous(5.0, Address("127.0.0.1", port, 0, 2))
+        listening = rendezvous.where(0)
+        assert listening is not None
+        for at in (port, listening[1]):
+            with socket.create_connection(("127.0.0.1", at), timeout=5):
+                pass
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", at), timeout=5)
 
     assert processes.ended(processes.forked(keep)) == 0
+
+
+def test_an_address_that_is_not_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o600)
+    monkeypatch.setenv(SECRET_FILE, str(path))
     with pytest.raises(KnobError, match="must be an address of user 0's machine"):
-        Place("192.0.2.1", port, 0, 1).keep(timedelta(seconds=1), all_come=True)
-
-
-def test_gloo_stays_on_this_machine_where_the_store_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    stay_on_loopback()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # what somebody has set stays
-    stay_on_loopback()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+        Rendezvous(1.0, Address("192.0.2.1", 29500, 0, 2))
 
 
 # Sums that are none.

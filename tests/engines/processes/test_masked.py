@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import processes
-from tests.support.masked import SLOW, Ring, drawn, tau_of, users
+from tests.support.masked import tau_of, users
 from tests.support.small_peers import D, model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -21,7 +20,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.engines.peer import Caps
-from coterie.engines.torch_distributed.engine import TorchDistributed, serve
+from coterie.engines.processes.engine import TorchDistributed, serve
 from coterie.errors import KnobError, ModelError
 from coterie.privacy.masked_sums import MASKED
 from coterie.privacy.sums import SumsOnly
@@ -57,7 +56,7 @@ def test_a_masked_sum_over_processes_is_the_plain_one(n: int) -> None:
             assert found.answered == 1
             assert float((found.peers - wanted.peers).norm() / wanted.peers.norm()) < 1e-4
             x = x - 0.1 * found.peers
-        assert one.traffic()["peer 1"].bytes_sent == (step + 1) * 4 * (12 + 4 + 4 * n)
+        assert one.traffic()["peer 1"].bytes_sent == (step + 1) * 4 * (12 + 4)
         with pytest.raises(KnobError, match="`tau` must stay"):
             one.gradients(x, step, tau | {"peer 1": 0.01})
         with pytest.raises(KnobError, match="have no rows"):
@@ -87,8 +86,9 @@ def test_one_that_refuses_costs_steps_and_is_left_out_for_good(tmp_path: Path) -
     ) as engine:
         one = made(engine, people)
         found = [one.gradients(X, step, tau) for step in range(5)]
-    refused = {name: "refused" if name == "peer 2" else MASKED for name in tau}
-    assert [g.left_out for g in found] == [{}, {}, refused, refused, {"peer 2": "refused"}]
+    said = "refused: it has given all the gradients it gives, 2"
+    refused = {name: said if name == "peer 2" else MASKED for name in tau}
+    assert [g.left_out for g in found] == [{}, {}, refused, refused, {"peer 2": said}]
     assert [g.answered for g in found] == [1, 1, 0, 0, 0.75]
     assert found[2].peers is not None
     assert torch.equal(found[2].peers, found[2].own)
@@ -140,67 +140,8 @@ def test_masks_are_wanted_by_both_or_there_is_no_run() -> None:
             ModelError,
             "'peer 2' gives masked sums only; set `secure_sums` at user 0",
         )
-    for wrong in ({"gather": True}, {"compress": "bf16"}):
-        with processes.torch_distributed([SECURE] * 3, secure_sums=True, **wrong) as engine:
-            fails(
-                engine,
-                people,
-                KnobError,
-                f"`{next(iter(wrong))}` must be left out with `secure_sums`",
-            )
-
-
-# Without processes.
-
-
-@pytest.mark.parametrize(("n", "steps"), [(3, 1000), (10, 1000 if SLOW else 30)])
-def test_masked_sums_over_many_steps_are_the_plain_ones(n: int, steps: int) -> None:
-    ring, tau = Ring(n), tau_of(n)
-    for step in range(steps):
-        found = ring.step(X, step, tau)
-        wanted = sum(weight * drawn(name, step) for name, weight in tau.items())
-        assert isinstance(wanted, Tensor)
-        assert found.peers is not None
-        assert found.answered == 1
-        assert float((found.peers - wanted).norm() / wanted.norm()) < 1e-4
-
-
-@pytest.mark.parametrize(
-    "change", [lambda body: body[-8:].add_(1), lambda body: body[:8].add_(1)], ids=["x", "head"]
-)
-def test_peers_that_are_told_different_things_add_up_to_noise(
-    change: Callable[[Tensor], Tensor],
-) -> None:
-    ring = Ring(4)
-    ring.step(X, 0, tau_of(4))
-    told = ring.wire.request.body.clone()
-    change(told)
-    ring.told = {"peer 3": told}
-    for step in range(3):  # after the second nobody is left
-        g = ring.step(X, step, tau_of(4))
-        assert g.answered == 0
-        assert all("do not cancel" in reason for reason in g.left_out.values())
-
-
-def test_a_peer_takes_part_in_sums_of_its_own_choice() -> None:
-    ring = Ring(4, SumsOnly(peers=4))
-    assert ring.step(X, 0, {"peer 1": 0.4, "peer 2": 0.3, "peer 3": 0.3}).answered == 0
-    said = Ring(3).step(X, 0, {"peer 1": 0.6, "peer 2": 0.2, "peer 3": 0.2}).left_out["peer 1"]
-    assert said.startswith("refused: it gives sums of at least 3 peers")
-
-
-@pytest.mark.parametrize(
-    ("bad", "told"), [(math.nan, "not finite"), (math.inf, "not finite"), (70.0, "beyond 16")]
-)
-def test_what_cannot_be_added_costs_a_step_and_nobody_is_told_whose_it_is(
-    bad: float, told: str
-) -> None:
-    ring, tau = Ring(4), tau_of(4)
-    peer = ring.parts[1].peer
-    peer._gradients = lambda request, added=None: (torch.full((1, D), bad, dtype=torch.float64), 4)  # type: ignore[assignment]
-    found = ring.step(X, 0, tau)
-    assert found.answered == 0
-    assert all(told in reason for reason in found.left_out.values())
+    with processes.torch_distributed([SECURE] * 3, secure_sums=True, compress="bf16") as engine:
+        fails(engine, people, KnobError, "`compress` must be None with `secure_sums`")
 
 
 def test_keys_are_told_by_name() -> None:

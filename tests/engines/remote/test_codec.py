@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.engines.mutual.letters import packed, unpacked
+from coterie.engines.remote.codec import packed, unpacked
 
 
 def test_a_letter_arrives_as_it_was() -> None:

@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.mutual.engine import Mutual
-from coterie.engines.mutual.processes import LAST_THREAD
 from coterie.engines.peer import Caps
-from coterie.engines.torch_distributed.seal import VARIABLE
+from coterie.engines.processes.engine import Mutual
+from coterie.engines.processes.processes import LAST_THREAD
+from coterie.engines.processes.rendezvous import SECRET_FILE
 from coterie.errors import ModelError, PeerLost
 from coterie.privacy.sums import SumsOnly
 
@@ -114,7 +114,7 @@ def test_everybody_has_the_run_of_one_process(
     """By each rule, one after the other in the same processes, with a secret."""
     (tmp_path / "secret").write_text("a secret of 16 bytes")
     (tmp_path / "secret").chmod(0o600)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
+    monkeypatch.setenv(SECRET_FILE, str(tmp_path / "secret"))
 
     def work(rank: int) -> None:
         for name, rule in RULES.items():
@@ -343,8 +343,8 @@ def test_who_has_another_secret_is_not_met(tmp_path: Path) -> None:
         path = tmp_path / str(rank)
         path.write_text(f"a secret of rank {rank}, as long as it must be")
         path.chmod(0o600)
-        os.environ[VARIABLE] = str(path)
-        with pytest.raises(PeerLost, match="it has no tag of this cluster's secret"):
-            trained(rank, RULES["averaging"])
+        os.environ[SECRET_FILE] = str(path)
+        with pytest.raises(PeerLost, match="did not come within 2 s"):
+            trained(rank, RULES["averaging"], {"patience": 2.0})
 
     assert ranks(work, 2).end() == [0, 0]

@@ -1,1 +1,0 @@
-"""Everybody trains: users in processes of their own, each of which asks the others and answers them."""

@@ -1,0 +1,129 @@
+"""A user's rows as a linear layer sees them, for E-steps: its inputs, and the targets."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coterie.engines.in_process.passes import Passes
+from coterie.evaluation.evaluate import evaluation_mode
+from coterie.mixture.families import FAMILIES
+from coterie.mixture.peer import EStep
+from coterie.mixture.posterior import Rows
+from coterie.users.user import User
+
+AT_ONCE = 4096
+"""How many examples go through a network at a time."""
+
+_WITHOUT_NUMBERS = (nn.Sequential, nn.Flatten, nn.Identity)
+
+
+def linear_of(model: nn.Module) -> nn.Linear | None:
+    """Return the linear layer that a model is, behind nothing but a change of shape.
+
+    None for any other model.
+
+    Example:
+        >>> linear_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
+        Linear(in_features=4, out_features=2, bias=True)
+        >>> linear_of(nn.Sequential(nn.Linear(4, 2), nn.ReLU())) is None
+        True
+    """
+    leaves = [each for each in model.modules() if not isinstance(each, _WITHOUT_NUMBERS)]
+    if len(leaves) != 1 or type(leaves[0]) is not nn.Linear:
+        return None
+    layer = leaves[0]
+    return (
+        layer
+        if all(p.requires_grad and p.is_floating_point() for p in layer.parameters())
+        else None
+    )
+
+
+class LinearRows:
+    """What a user answers to an `EStep`: its rows go through the model up to the layer, and are kept.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> from coterie.mixture.posterior import Priors
+        >>> from coterie.mixture.scaling import Scaling
+        >>> user = User("a", torch.ones(3, 1), torch.full((3, 1), 4.0))
+        >>> held = LinearRows(user, Passes(nn.Linear(1, 1, bias=False), nn.functional.mse_loss))
+        >>> one = np.ones((1, 1, 1))
+        >>> work = EStep("squared", Scaling.none(1, 1), Priors(0 * one, one, one[0, 0]))
+        >>> work.read(held.answer(work, torch.zeros(1)).numpy().reshape(1, -1)).first.item()
+        3.0
+    """
+
+    def __init__(self, user: User, passes: Passes) -> None:
+        self.user, self.passes = user, passes
+        self._kept: tuple[tuple[Any, ...], Rows] | None = None
+
+    def misfit(self, work: EStep) -> str | None:
+        """Return why this user answers no such question, if it does not."""
+        if self.user.is_stream:
+            return "it has a stream, not examples"
+        layer = self._layer(work)
+        if layer is None:
+            return "its model has no such linear layer"
+        d, _, k = work.priors.mean.shape
+        if (d, k) != (layer.in_features + (layer.bias is not None), layer.out_features):
+            return "its linear layer has another size"
+        if work.scaling.intercept != (layer.bias is not None):
+            return "its linear layer has another intercept"
+        return None
+
+    def answer(
+        self, work: EStep, x: Tensor, size: int | None = None, norm: float | None = None
+    ) -> Tensor:
+        """Return the numbers of an answer, one after the other; see `EStep.answer`.
+
+        Args:
+            work: the question, which fits.
+            x: the model's parameters, by which rows go through it up to the layer.
+            size: as for `EStep.answer`.
+            norm: as for `EStep.answer`.
+        """
+        return torch.from_numpy(work.answer(self._rows(work, x), size, norm).ravel())
+
+    def _layer(self, work: EStep) -> nn.Linear | None:
+        if not work.layer:
+            return linear_of(self.passes.model)
+        layer = dict(self.passes.model.named_modules()).get(work.layer)
+        return layer if isinstance(layer, nn.Linear) else None
+
+    def _rows(self, work: EStep, x: Tensor) -> Rows:
+        """Return the scaled rows; those of the last question where nothing about them has changed."""
+        about = [each.tobytes() for each in work.scaling[:4]]
+        at = x.cpu().numpy().tobytes() if work.layer else b""
+        key = (work.family, work.layer, at, *about)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, work.rows(*self._numbers(work, x))
+        return self._kept[1]
+
+    @torch.no_grad()
+    def _numbers(self, work: EStep, x: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return what goes into the layer, (n, D), and the targets as numbers, (n, K)."""
+        inputs, targets = [], []
+        for some in torch.split(torch.arange(len(self.user)), AT_ONCE):
+            batch, answers = self.user.take(some, seed=0, step=0)
+            inputs.append(batch if not work.layer else self._seen(work.layer, x, batch))
+            targets.append(answers)
+        flat = torch.cat(inputs).detach().cpu().double().flatten(1).numpy()
+        layer = self._layer(work)
+        outputs = 1 if layer is None else layer.out_features
+        known = torch.cat(targets).detach().cpu().numpy()
+        return flat, FAMILIES[work.family].targets(known, outputs)
+
+    def _seen(self, name: str, x: Tensor, batch: Any) -> Tensor:
+        """Return what goes into a layer at x."""
+        seen: list[Tensor] = []
+        layer = self.passes.model.get_submodule(name)
+        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            with evaluation_mode(self.passes.model):
+                self.passes.output(x, batch, self.passes.buffers())
+        finally:
+            hook.remove()
+        return seen[0]

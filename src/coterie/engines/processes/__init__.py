@@ -1,0 +1,1 @@
+"""Users in processes of their own, each of which asks the others, answers them, or both."""

@@ -1,1 +1,0 @@
-"""Users in processes of their own, on one machine or a trusted cluster, over torch.distributed."""
