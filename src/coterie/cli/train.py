@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.everyone import for_everyone, train_all
+from coterie.cli.everyone import ALL, for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
@@ -110,9 +110,13 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    here = where.engine == "in-process" and not weighted
-    kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
-    if rule.rule != "auto" or stepwise or knobs or not here or how.model not in kinds:
+    here, plain = where.engine == "in-process", not (weighted or where.secure_sums)
+    kinds: dict[str, list[str]] = {"auto": [], "linear": []}
+    if here:
+        kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
+    elif table.me == ALL:  # where all train
+        kinds = {}
+    if rule.rule != "auto" or stepwise or knobs or not plain or how.model not in kinds:
         if how.model == "trees":
             raise KnobError(
                 "`--model trees` takes no steps, needs all users in this process, and rows that"
