@@ -27,6 +27,7 @@ from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import FOLDS, Candidates
+from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
@@ -236,6 +237,33 @@ def _fits(examples: Examples, layer: nn.Linear, family: Family) -> bool:
     return inputs[:1].numel() == layer.in_features and targets.numel() == n * k
 
 
+def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
+    """Return inputs (n, D) and targets (n, K) of examples."""
+    inputs, targets = examples.take(torch.arange(len(examples)))
+    flat = inputs.detach().cpu().double().flatten(1).numpy()
+    return flat, family.targets(targets.detach().cpu().numpy(), outputs)
+
+
+def contributions_to(
+    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
+) -> dict[str, Contribution]:
+    """Return what peers contribute to user 0's closed form; see `Run.contributions`."""
+    why, layer, family = why_not_linear(spec), linear_of(spec.model), family_of(spec.loss)
+    why = why or ("peers' rows are elsewhere" if not spec.peers else None)
+    if why is not None or layer is None or family is None:
+        raise KnobError(
+            f"contributions are those to a linear model whose peers' rows are here, and {why}; give"
+            " `coterie.mixture.contributions.contributions` the losses of each coalition"
+        )
+    k, names = layer.out_features, [peer.name for peer in spec.peers]
+    if unknown := {name for group in (groups or {}).values() for name in group} - set(names):
+        raise KnobError(f"`groups` names {min(unknown)!r}, and the peers are {', '.join(names)}")
+    own, *others = (numbers_of(user.examples, family, k) for user in (spec.me, *spec.peers))
+    how: dict[str, Any] = {"intercept": layer.bias is not None, "groups": groups}
+    rows = dict(zip(names, others, strict=True))
+    return linear_contributions(*own, rows, family, k, permutations=permutations, **how)
+
+
 class ClosedForm(Learner):
     """A linear model, fitted in the one step of its run.
 
@@ -334,10 +362,7 @@ class ClosedForm(Learner):
         return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
-        """Return inputs (n, D) and targets (n, K) of examples."""
-        inputs, targets = examples.take(torch.arange(len(examples)))
-        flat = inputs.detach().cpu().double().flatten(1).numpy()
-        return flat, self.family.targets(targets.detach().cpu().numpy(), self.layer.out_features)
+        return numbers_of(examples, self.family, self.layer.out_features)
 
     def _take(self, fitted: Fitted) -> None:
         """Give the model the parameters that are served."""
