@@ -212,7 +212,7 @@ def _joined(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[Optim
         kind, hooks = type(optimizer), optimizer._optimizer_step_pre_hooks
         plain = kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__)
         by_itself = not plain or hooks or optimizer._optimizer_step_post_hooks
-        settings = id(optimizer) if by_itself else str(settings_of(optimizer, scheduled=True))
+        settings = id(optimizer) if by_itself else str(settings_of(optimizer, scheduled=False))
         alike.setdefault((kind, settings), []).append(optimizer)
     made = []
     for members in alike.values():
