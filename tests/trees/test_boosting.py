@@ -63,7 +63,7 @@ def test_one_tree_is_that_of_a_scalar_loop() -> None:
     grown = driven(grow(mine, bins, GROWTH._replace(trees=1, depth=1, looks=(1,))), lambda _: None)
     expected = [-0.15 * slope[s].sum() / (s.sum() + 1) for s in (where, ~where)]
     assert histogram[:, 2].sum() == 40 * 4
-    assert grown.trees[0].values[0, :, 0] == pytest.approx(expected)
+    assert grown.trees[0].values[0] == pytest.approx(expected)
 
 
 def everything(parts: list[tuple[Array, Array]], family: Family, how: str) -> Grown:
@@ -81,9 +81,7 @@ def everything(parts: list[tuple[Array, Array]], family: Family, how: str) -> Gr
     def ask(level: Level) -> Array:
         if how == "anew":
             sites[:] = [part(p, np.ones((len(p[0]), 2)), family, bins) for p in parts[1:]]
-        total: Array = np.sum(
-            [checked(each.answer(level), bins, parts[0][1].shape[1]) for each in sites], 0
-        )
+        total: Array = np.sum([checked(each.answer(level), bins) for each in sites], 0)
         return total
 
     return driven(growing, ask)
@@ -135,14 +133,14 @@ def test_histograms_that_cannot_be_are_refused() -> None:
     x, y = rows(20, 0)
     bins = Bins.of(x)
     fine = part((x, y), np.ones((20, 1)), SQUARED, bins).answer(Level((), ()))
-    assert checked(fine, bins, 1) is fine
+    assert checked(fine, bins) is fine
     spoilt = [fine.copy() for _ in range(3)]
     spoilt[0][0, 0, 0, 0] = np.nan
     spoilt[1][0, 0, 0, 0] += 1
     spoilt[2][..., 1] *= -1
     for each, said in zip(spoilt, ["not finite", "add up", "negative curvature"], strict=True):
         with pytest.raises(DataError, match=said):
-            checked(each, bins, 1)
+            checked(each, bins)
 
 
 def test_merged_bins_have_the_cap_and_the_same_sums() -> None:
@@ -152,7 +150,7 @@ def test_merged_bins_have_the_cap_and_the_same_sums() -> None:
     few = merged(plain, bins, 7)
     counts = few[..., -1]
     assert ((counts == 0) | (counts >= 7)).all()
-    assert checked(few, bins, 1).sum(0) == pytest.approx(plain.sum(0))
+    assert checked(few, bins).sum(0) == pytest.approx(plain.sum(0))
     assert not merged(plain, bins, 61).any()
 
 

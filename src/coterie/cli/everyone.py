@@ -35,6 +35,8 @@ def for_everyone(
     rank = None if where.engine == "in-process" else Address.told().rank
     data = table.data if rank is None else rank_file(table.data, rank)
     everyone = ALL not in users_in(data, table.user_column, table)
+    if everyone and where.attack:
+        raise KnobError("`--attack` is for the peers of one user; name one in `--me`")
     if everyone and rule.tau:
         raise KnobError("`--tau` weighs the peers of one user; leave it out, or name one in `--me`")
     if everyone and how.repeats > 1:
@@ -50,11 +52,10 @@ def for_everyone(
 def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     """Train a model for each user of the table, and say who gains."""
     from coterie.tables.everyone import fit_everyone
-    from coterie.tables.fit import LR
 
     columns = {name: value for name, value in table.settings().items() if name != "me"}
     users, console = users_from_table(seed=how.seed, **columns), terminal.console()
-    settings = how.settings() | {"lr": LR if how.lr is None else how.lr}
+    settings = how.settings()
     try:
         runs = fit_everyone(users, rule.build, user_column=table.user_column, **settings)
     except KeyboardInterrupt:  # pressed twice

@@ -51,7 +51,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     """
     import torch
 
-    from coterie.tables.fit import fit, step_size
+    from coterie.tables.fit import fit
 
     torch.set_num_threads(how.threads)
     if rule.rule == "alone" and how.exchange_every > 1:
@@ -68,10 +68,9 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         return None
     task, peers, changed = users
     settings, chosen = (
-        how.settings() | changed,
+        how.settings() | changed | where.attacked(),
         rule.build(RunFacts(len(task.me), peers, how.steps)),
     )
-    settings["lr"] = step_size(chosen, how.lr)
     settings["again"] = [
         functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)
     ]
@@ -110,7 +109,8 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    here, plain = where.engine == "in-process", not (weighted or where.secure_sums)
+    here, attacked = where.engine == "in-process", where.attack is not None
+    plain = not (weighted or where.secure_sums or attacked)
     kinds: dict[str, list[str]] = {"auto": [], "linear": []}
     if here:
         kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}

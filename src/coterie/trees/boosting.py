@@ -77,7 +77,7 @@ class Bins(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Of the M nodes of a level in E trees, (E, M) each: rows at or below `place` go left."""
+    """Of the M nodes of a level in L trees, (L, M) each: rows at or below `place` go left."""
 
     column: Array
     place: Array  # a bin; beyond all where a node is not split: all rows go left
@@ -85,10 +85,10 @@ class Splits(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """One tree of each of E ensembles."""
+    """One tree for each output of each of E ensembles, L in all; of two classes one for the second."""
 
     levels: tuple[Splits, ...]
-    values: Array  # (E, leaves, K)
+    values: Array  # (L, leaves)
 
 
 class Level(NamedTuple):
@@ -138,6 +138,7 @@ class Part:
         self.users = int(owners.max(initial=-1)) + 1
         whose = csr_array((np.ones(n), owners, np.arange(n + 1)), shape=(n, self.users))
         self.of = whose.T.tocsr()
+        self.grows = outputs_grown(family, targets.shape[1])
         self.counts = (self.of @ (weights > 0).astype(np.float64))[..., None]
         self._restart()
 
@@ -153,9 +154,9 @@ class Part:
         return self.margin + self.intercepts[self.owners]
 
     def answer(self, level: Level) -> Array:
-        """Return the histograms of the nodes of a level, (bins, E, M, 2K + 1).
+        """Return the histograms of the nodes of a level, (bins, L, M, 3).
 
-        Of slopes, curvatures and rows, in this order.
+        Of slopes, curvatures and rows.
         """
         known = level.trees[: len(self.trees)]
         same = len(known) == len(self.trees) and all(map(_same, known, self.trees))
@@ -195,12 +196,13 @@ class Part:
         for level in tree.levels[self.levels :]:
             self._split(level)
         every: Array = self._leaves(tree) if self.drawn is not None else self.node
-        self.margin += tree.values[np.arange(every.shape[1]), every]
+        steps = tree.values[np.arange(every.shape[1]), every]
+        self.margin[:, :, self.grows] += steps.reshape(len(steps), -1, len(self.grows))
         self.trees = (*self.trees, tree)
         self._begin()
 
     def _leaves(self, tree: Tree) -> Array:
-        node = np.zeros(self.weights.shape, dtype=np.int64)
+        node = np.zeros((len(self.places), len(tree.values)), dtype=np.int64)
         for splits in tree.levels:
             node = self._children(node, self.places, splits)
         return node
@@ -220,11 +222,12 @@ class Part:
             mean, weights, targets = mean[self.drawn], weights[self.drawn], targets[self.drawn]
             weights = weights * (len(self.places) / most)
             self.rows_hot, self.rows = self.hot[self.drawn], self.places[self.drawn]
-        w = weights[..., None]
-        parts = [(mean - targets[:, None]) * w, family.curvature(mean) * w, w]
-        self.channels = np.concatenate(parts, -1)
-        self.counted = weights > 0
-        self.node, self.levels = np.zeros(weights.shape, dtype=np.int64), 0
+        slope = (mean - targets[:, None])[..., self.grows] * weights[..., None]
+        curvature = family.curvature(mean)[..., self.grows] * weights[..., None]
+        parts = np.broadcast_arrays(slope, curvature, weights[..., None])
+        self.channels = np.stack(parts, -1).reshape(len(mean), -1, 3)
+        self.counted = self.channels[..., 2] > 0
+        self.node, self.levels = np.zeros(self.counted.shape, dtype=np.int64), 0
         self.held_at = -1
 
     def _split(self, splits: Splits) -> None:
@@ -270,8 +273,8 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
 
     Sums of which a level is made are checked, and are left out where they cannot be.
     """
-    k, softmax = own.targets.shape[1], own.family.name == "softmax"
-    rate = growth.rate * ((k - 1) / k if softmax else 1.0)
+    k = len(own.grows)
+    rate = growth.rate * ((k - 1) / k if own.family.name == "softmax" and k > 1 else 1.0)
     trees, seen = tuple[Tree, ...](), list[tuple[Array, Array]]()
     for t in range(growth.trees):
         levels = tuple[Splits, ...]()
@@ -281,10 +284,10 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
             theirs = yield asked
             if theirs is not None:
                 sums = sums + theirs
-            splits, left, right = _best(sums, bins, k, growth)
+            splits, left, right = _best(sums, bins, growth)
             levels = (*levels, splits)
-        sides = np.stack([left, right], 2).reshape(left.shape[0], -1, left.shape[-1])
-        trees = (*trees, tree := Tree(levels, -rate * _newton(sides, k, growth.ridge)))
+        sides = np.stack([left, right], 2).reshape(len(left), -1, 3)
+        trees = (*trees, tree := Tree(levels, -rate * _newton(sides, growth.ridge)))
         own.grown(tree)
         if t + 1 in growth.looks:
             seen.append((own.outputs(), own.intercepts[0]))
@@ -292,19 +295,23 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
     return Grown(trees, outputs, intercepts, growth.looks)
 
 
-def _newton(sums: Array, k: int, ridge: float) -> Array:
-    newton: Array = sums[..., :k] / (np.maximum(sums[..., k : 2 * k], 0.0) + ridge)
+def outputs_grown(family: Family, outputs: int) -> list[int]:
+    """Return the outputs that have trees: all, and of two classes the second."""
+    return [1] if family.name == "softmax" and outputs == 2 else list(range(outputs))
+
+
+def _newton(sums: Array, ridge: float) -> Array:
+    newton: Array = sums[..., 0] / (np.maximum(sums[..., 1], 0.0) + ridge)
     return newton
 
 
-def _gain(sums: Array, k: int, ridge: float) -> Array:
+def _gain(sums: Array, ridge: float) -> Array:
     """Return by how much a Newton step lowers the loss, twice."""
-    gain: Array = (sums[..., :k] * _newton(sums, k, ridge)).sum(-1)
-    return gain
+    return sums[..., 0] * _newton(sums, ridge)
 
 
-def _best(sums: Array, bins: Bins, k: int, growth: Growth) -> tuple[Splits, Array, Array]:
-    """Return the best split of each node, and the sums on its two sides, (E, M, 2K + 1)."""
+def _best(sums: Array, bins: Bins, growth: Growth) -> tuple[Splits, Array, Array]:
+    """Return the best split of each node, and the sums on its two sides, (L, M, 3)."""
     starts, many = bins.starts, len(sums)
     column_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     running = np.concatenate([np.zeros_like(sums[:1]), np.cumsum(sums, 0)])
@@ -318,14 +325,14 @@ def _best(sums: Array, bins: Bins, k: int, growth: Growth) -> tuple[Splits, Arra
     gains = []
     for each in ways:
         other = whole - each
-        gain = _gain(each, k, growth.ridge) + _gain(other, k, growth.ridge)
+        gain = _gain(each, growth.ridge) + _gain(other, growth.ridge)
         few = (each[..., -1] < growth.fewest) | (other[..., -1] < growth.fewest)
         gain[few] = -np.inf
         gain[starts[1:] - 1] = -np.inf  # nothing is beyond a column's last bin
         gains.append(gain)
     every = np.concatenate(gains)
     where = every.argmax(0)
-    parent = _gain(whole, k, growth.ridge)
+    parent = _gain(whole, growth.ridge)
     splits = np.take_along_axis(every, where[None], 0)[0] > parent + 1e-9
     place, also_missing = where % many, where >= many
     sides = np.take_along_axis(np.concatenate(ways), where[None, ..., None], 0)[0]
@@ -338,15 +345,15 @@ def _best(sums: Array, bins: Bins, k: int, growth: Growth) -> tuple[Splits, Arra
     return found, sides, whole - sides
 
 
-def checked(sums: Array, bins: Bins, k: int) -> Array:
+def checked(sums: Array, bins: Bins) -> Array:
     """Return histograms that add up; refuse any others.
 
     Example:
         >>> bins = Bins((np.array([0.5]),))
         >>> sums = np.ones((5, 1, 1, 3)) * np.array([1, 1, 0, 2, 0])[:, None, None, None]
-        >>> checked(sums, bins, 1) is sums
+        >>> checked(sums, bins) is sums
         True
-        >>> checked(sums * np.array([[[[1, -1, 1]]]]), bins, 1)
+        >>> checked(sums * np.array([[[[1, -1, 1]]]]), bins)
         Traceback (most recent call last):
             ...
         coterie.errors.DataError: a histogram has a negative curvature; its user is left out
@@ -359,8 +366,8 @@ def checked(sums: Array, bins: Bins, k: int) -> Array:
     size = np.abs(sums).sum(0) + 1e-300
     if (np.abs(totals - totals[-1:]) > 1e-6 * size).any():
         raise DataError(f"the columns of a histogram do not add up to the same sums; {left}")
-    for name, part in {"curvature": sums[..., k:-1], "number of rows": sums[..., -1:]}.items():
-        if (part < -1e-6 * size[..., -1:]).any():
+    for name, part in {"curvature": sums[..., 1], "number of rows": sums[..., 2]}.items():
+        if (part < -1e-6 * size[..., 2]).any():
             raise DataError(f"a histogram has a negative {name}; {left}")
     return sums
 

@@ -8,18 +8,30 @@ import numpy as np
 from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import Array, Family
 from coterie.mixture.served import Predictor
-from coterie.trees.boosting import BOUND, Bins, Grown, Growth, Level, Part, driven, grow, peers_here
+from coterie.trees.boosting import (
+    BOUND,
+    Bins,
+    Grown,
+    Growth,
+    Level,
+    Part,
+    driven,
+    grow,
+    outputs_grown,
+    peers_here,
+)
 from coterie.trees.served import Trees, of_boosted, of_forest
 
 FEWEST = 10
 """With fewer own rows there are no trees."""
 KINDS = {"trees": 1.0, "trees, own rows count five times": 5.0}
 """What an own row counts in each kind of boosted trees, where a peer's row counts 1."""
+MOST = 500_000
+"""Boosted trees have so many bins in all their ensembles at most: more columns and classes have none."""
 FOREST = 100
 """Trees of the forest; each sees at most this many rows:"""
 FOREST_ROWS = 10_000
-GROWTH, SEVERAL = Growth(), Growth(depth=4, rate=0.3)
-"""How trees grow, and where there are more than two outputs, whose splits a tree has in common."""
+GROWTH = Growth()
 
 Data = tuple[Array, Array]
 
@@ -52,7 +64,7 @@ def candidates(
     *,
     held_out: Array | None = None,
     seed: int = 0,
-    growth: Growth | None = None,
+    growth: Growth = GROWTH,
 ) -> list[Candidates]:
     """Return blocks of candidates, each judged on own rows that it did not see.
 
@@ -63,12 +75,13 @@ def candidates(
         folds: of each own row.
         held_out: inputs of validation rows.
         seed: of the forest, and of the rows that trees see where there are very many.
-        growth: how ensembles grow; by the number of outputs when None.
+        growth: how ensembles grow.
     """
     if family.name not in BOUND or len(own[0]) < FEWEST:
         return []
     blocks = forest(own, family, held_out=held_out, seed=seed)
-    if peers:
+    lanes = len(KINDS) * (int(folds.max()) + 2) * len(outputs_grown(family, own[1].shape[1]))
+    if peers and Bins.of(own[0]).starts[-1] * lanes <= MOST:
         blocks += boosted(own, peers, family, folds, held_out=held_out, seed=seed, growth=growth)
     return blocks
 
@@ -81,7 +94,7 @@ def boosted(
     *,
     held_out: Array | None = None,
     seed: int = 0,
-    growth: Growth | None = None,
+    growth: Growth = GROWTH,
     elsewhere: Callable[[Level], Array | None] | None = None,
 ) -> list[Candidates]:
     """Return blocks of boosted trees: of every kind one for all rows and one without each fold.
@@ -95,11 +108,10 @@ def boosted(
         folds: of each own row.
         held_out: inputs of validation rows.
         seed: of the rows that trees see where there are very many.
-        growth: how ensembles grow; by the number of outputs when None.
+        growth: how ensembles grow.
         elsewhere: what asks peers who are elsewhere, in the place of `peers`.
     """
     units, bins = Units(own[1], family), Bins.of(own[0])
-    growth = growth or (GROWTH if own[1].shape[1] <= 2 else SEVERAL)
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])
     weights = np.concatenate([seen * count for count in KINDS.values()], 1)
@@ -120,14 +132,20 @@ def boosted(
     blind = grown.outputs.reshape(len(grown.looks), len(folds), len(KINDS), views, k)
     blind = units.back(blind[:, np.arange(len(folds)), :, folds + 1])  # (n, looks, kinds, K)
     for i, kind in enumerate(KINDS):
-        made = [_module(grown, look, i * views, bins, units) for look in range(len(grown.looks))]
+        made = [
+            _module(grown, look, i * views, bins, units, grows=mine.grows)
+            for look in range(len(grown.looks))
+        ]
         blocks.append(_block(kind, blind[:, :, i], made, held_out))
     return blocks
 
 
-def _module(grown: Grown, look: int, ensemble: int, bins: Bins, units: Units) -> Trees:
-    nodes = of_boosted(grown.trees[: grown.looks[look]], ensemble, bins)
+def _module(
+    grown: Grown, look: int, ensemble: int, bins: Bins, units: Units, *, grows: Sequence[int]
+) -> Trees:
     base = units.back(grown.intercepts[look, ensemble])
+    trees = grown.trees[: grown.looks[look]]
+    nodes = of_boosted(trees, ensemble, bins, grows, len(base))
     scaled = nodes._replace(value=nodes.value * units.scale)
     return Trees.of(scaled, n_inputs=len(bins.edges), base=base)
 

@@ -127,28 +127,41 @@ class Trees(nn.Module):
         return nn.functional.embedding_bag(at, self.value, mode="sum")
 
 
-def of_boosted(trees: Sequence[Tree], ensemble: int, bins: Bins) -> Nodes:
-    """Return the nodes of one of the ensembles that were grown; a tree's are in levels, from its root."""
+def of_boosted(
+    trees: Sequence[Tree], ensemble: int, bins: Bins, grows: Sequence[int], outputs: int
+) -> Nodes:
+    """Return the nodes of one of the ensembles that were grown; a tree's are in levels, from its root.
+
+    Args:
+        trees: that were grown.
+        ensemble: the number of one.
+        bins: where columns may be split.
+        grows: the outputs that have trees.
+        outputs: how many there are.
+    """
     starts, depth = bins.starts, len(trees[0].levels)
     edges = np.full(starts[-1] + 1, np.inf)  # rows of a node that is not split are all left
     for start, each in zip(starts, bins.edges, strict=False):
         edges[start : start + len(each)] = each
     edges[starts[-2]] = 0.5
     inner, size = 2**depth - 1, 2 ** (depth + 1) - 1
+    lanes = slice(ensemble * len(grows), (ensemble + 1) * len(grows))
     splits = [
-        np.stack([np.concatenate([level[i][ensemble] for level in tree.levels]) for tree in trees])
+        np.concatenate([np.concatenate([lv[i][lanes] for lv in tree.levels], 1) for tree in trees])
         for i in range(3)
     ]  # (T, inner) each: column, place, missing_left
+    many = len(splits[0])
 
     def padded(values: Array, leaves: Any) -> Array:
-        filled = np.full((len(trees), size), leaves)
+        filled = np.full((many, size), leaves)
         filled[:, :inner] = values
         return filled.ravel()
 
-    k = trees[0].values.shape[-1]
-    value = np.zeros((len(trees), size, k))
-    value[:, inner:] = [tree.values[ensemble] for tree in trees]
-    roots = size * np.arange(len(trees))
+    value = np.zeros((many, size, outputs))
+    leaves = np.concatenate([tree.values[lanes] for tree in trees])
+    which = np.tile(grows, len(trees))
+    value[np.arange(many)[:, None], np.arange(inner, size), which[:, None]] = leaves
+    roots = size * np.arange(many)
     own = np.arange(size)
     child = np.where(own < inner, 2 * own + 1, own)
     left, right = ((roots[:, None] + child + (own < inner) * side).ravel() for side in (0, 1))
@@ -158,7 +171,7 @@ def of_boosted(trees: Sequence[Tree], ensemble: int, bins: Bins) -> Nodes:
         padded(splits[2].astype(bool), leaves=True),
         left,
         right,
-        value.reshape(-1, k),
+        value.reshape(-1, outputs),
         roots,
         depth,
     )
