@@ -44,6 +44,7 @@ class Responder:
     def __init__(self, peer: Peer, sums: SumsOnly | None = None) -> None:
         self.peer, self.only_sums, self.sums = peer, sums is not None, sums or SumsOnly()
         check_margin(peer.margin, sums)
+        self.known: dict[str, str] = {}  # the keys of those in the last agreement
 
     def answer(
         self, method: str, arguments: Mapping[str, Any], caller: str = "user 0"
@@ -87,6 +88,7 @@ class Responder:
             agreed = self.member.join(agreement)
         except Exception as error:
             return self._refused(_reason(error), caller, {})
+        self.known = {site: offer.fingerprint for site, offer in agreed.offers.items()}
         for site, offer in agreed.offers.items():
             self.peer.ledger.note(caller=caller, sum_with=site, fingerprint=offer.fingerprint)
         return {"joined": agreed.digest.hex()}
