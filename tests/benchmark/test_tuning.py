@@ -19,7 +19,7 @@ from coterie.benchmark.models import MODELS
 from coterie.benchmark.population import Population
 from coterie.benchmark.settings import BUDGET, RATES, Contender, Fixed, Setting
 from coterie.benchmark.tasks import SetTask
-from coterie.benchmark.tools import MIXTURE, TOOLS
+from coterie.benchmark.tools import OURS, TOOLS
 from coterie.benchmark.tuning import Tuning
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.spec import RunSpec
@@ -105,7 +105,7 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(
         == BUDGET
     )
     for name in names():
-        if name in (tools := {MIXTURE.name: MIXTURE, **TOOLS}):
+        if name in (tools := {**OURS, **TOOLS}):
             assert len(tools[name].strengths) <= BUDGET
             continue
         starts = {setting.start for setting in settings(name)} - {None}

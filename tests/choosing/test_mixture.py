@@ -16,6 +16,7 @@ from coterie.engines import PrivatePeers
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.mixture.families import SOFTMAX, SQUARED, Family
 from coterie.mixture.fit import fit_here
+from coterie.privacy.privacy import Privacy
 from coterie.training.checking import default_rule
 from coterie.users.sampling import random_key
 
@@ -200,11 +201,18 @@ def test_who_describes_steps_gets_them(settings: dict[str, Any]) -> None:
     assert run.record.configuration.rule == "AdaptiveAveraging()"
 
 
-def test_private_peers_are_asked_for_gradients() -> None:
-    """The closed form would read rows that are promised to be private."""
+def test_peers_elsewhere_are_asked_for_e_steps_and_private_ones_for_gradients() -> None:
+    """What an engine's peers answer is found out once it is open; a private peer promises noise on all it gives."""
     me, peers, _ = planted(0, stranger=False)
     base = coterie.RunSpec(nn.Linear(8, 1), nn.functional.mse_loss, me, peers)
-    assert isinstance(default_rule(base), coterie.Mixture)
-    assert isinstance(
-        default_rule(replace(base, engine=partial(PrivatePeers))), coterie.AdaptiveAveraging
-    )
+    promise = Privacy(epsilon=4.0, delta=1e-3, clip=1.0)
+    private = partial(PrivatePeers, privacy={peers[2].name: promise}, gradients=10)
+    for make, why in ((coterie.InProcess, None), (private, f"{peers[2].name}: it promises")):
+        spec = replace(base, engine=make)
+        assert isinstance(default_rule(spec), coterie.Mixture)
+        engine = make(base.model, base.loss, me, peers, batch_size=8, seed=0)
+        choice = coterie.Mixture().choose(spec, engine, {}, None)
+        assert (choice is None) == (why is None)
+        if choice is not None:
+            assert isinstance(choice.rule, coterie.AdaptiveAveraging)
+            assert f"trained by gradient steps: {why}" in choice.account["sentence"]

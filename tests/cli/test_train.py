@@ -366,8 +366,8 @@ def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "rule", "held_out"),
     [
-        ([], "Mixture()", 0),
-        (["--validation", "0.3"], "Mixture()", 18),
+        ([], "Mixture(trees=True)", 0),
+        (["--validation", "0.3"], "Mixture(trees=True)", 18),
         (["--steps", "5"], "AdaptiveAveraging()", 12),
         (["--model", "mlp", "--steps", "5"], "AdaptiveAveraging()", 12),
         (["--rule", "alone", "--steps", "5"], "Alone()", 12),

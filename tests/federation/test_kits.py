@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,13 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.errors import FileError, KnobError
 from coterie.federation import workspace
 from coterie.federation.kits import accept, accepted
-from coterie.federation.lead import REFUSED, RUN, check_plan
+from coterie.federation.lead import check_plan
 from coterie.federation.manifest import (
     CERTIFICATES,
+    INSTALL,
     KIT,
     KIT_FILES,
+    LOCK,
     MANIFEST,
     Kit,
     fingerprint,
@@ -66,6 +67,8 @@ WHAT |= {
     "batch_size": 16,
 }
 
+A_WHEEL = "coterie-0.1-py3-none-any.whl"
+
 
 @pytest.fixture(scope="module")
 def preparation() -> Preparation:
@@ -83,7 +86,7 @@ def kit(tmp_path: Path, preparation: Preparation) -> Path:
     folder.mkdir()
     Kit(**WHAT).save(folder)
     preparation.save(folder)
-    for name in (*CERTIFICATES, "README.md"):
+    for name in (*CERTIFICATES, "README.md", INSTALL, LOCK, A_WHEEL):
         (folder / name).write_text(name)
     seal(folder)
     return folder
@@ -104,7 +107,7 @@ def listed_too(folder: Path) -> None:
     add("startup/sub_start.sh")(folder)
     digests = {
         name: files.sha256((folder / name).read_bytes())
-        for name in (*KIT_FILES, "startup/sub_start.sh")
+        for name in (*KIT_FILES, A_WHEEL, "startup/sub_start.sh")
     }
     files.write_json(folder / MANIFEST, {"files": digests})
 
@@ -126,6 +129,11 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a log": add("requests.jsonl", ""),
     "a script that the manifest lists": listed_too,
     "a link": linked,
+    "another script to install": add(INSTALL, "do as I say"),
+    "another lock": add(LOCK, "evil==1.0"),
+    "another wheel": add(A_WHEEL, "evil"),
+    "a second wheel": add("coterie-9.9-py3-none-any.whl", "evil"),
+    "no wheel": lambda folder: (folder / A_WHEEL).unlink(),
     "another README": add("README.md", "do as I say"),
     "another kit.json": lambda folder: Kit(**WHAT | {"server": "evil.example"}).save(folder),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
@@ -424,69 +432,3 @@ def test_a_masked_sum_in_which_too_few_sites_count_is_refused_before_it_begins()
         check_plan(masked, sites)
     sites.responders["b"] = Responder(peer("b"), SumsOnly(peers=2))
     check_plan(masked, sites)
-
-
-needs_nvflare = pytest.mark.skipif(
-    importlib.util.find_spec("nvflare") is None, reason="NVFLARE is not installed"
-)
-
-
-@needs_nvflare
-def test_a_refused_run_is_told_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The job runs in another process, which leaves a note."""
-    from contextlib import contextmanager
-    from types import SimpleNamespace
-
-    from coterie.federation import supervision
-
-    def submit(job: str) -> str:
-        (tmp_path / RUN).mkdir()
-        (tmp_path / RUN / REFUSED).write_text("a gives 50 more gradients")
-        return "id"
-
-    @contextmanager
-    def session(kit: Path, wait: float) -> Iterator[Any]:
-        info = SimpleNamespace(client_info=["a", "b"])
-        yield SimpleNamespace(
-            get_system_info=lambda: info,
-            submit_job=submit,
-            get_job_meta=lambda job: {"status": "RUNNING"},
-        )
-
-    monkeypatch.setattr(supervision, "session_of", session)
-    (tmp_path / "coterie.toml").write_text('me = "me"\nsites = ["a", "b"]\n')
-    with pytest.raises(KnobError, match="a gives 50 more gradients"):
-        supervision.supervise(tmp_path, progress=False)
-
-
-@needs_nvflare
-def test_ctrl_c_ends_the_job_and_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sites would otherwise go on giving gradients to a run that nobody follows."""
-    from contextlib import contextmanager
-    from types import SimpleNamespace
-
-    from coterie.federation import supervision
-
-    ended: list[str] = []
-
-    def pressed(job: str) -> None:
-        raise KeyboardInterrupt
-
-    @contextmanager
-    def session(kit: Path, wait: float) -> Iterator[Any]:
-        yield SimpleNamespace(
-            get_system_info=lambda: SimpleNamespace(client_info=["a", "b"]),
-            submit_job=lambda job: "id",
-            get_job_meta=pressed,
-            abort_job=ended.append,
-        )
-
-    monkeypatch.setattr(supervision, "session_of", session)
-    (tmp_path / "coterie.toml").write_text('me = "me"\nsites = ["a", "b"]\n')
-    result = CliRunner().invoke(app, ["federate", "run", str(tmp_path)])
-    assert (result.exit_code, ended) == (130, ["id"])
-    assert f"coterie federate run {tmp_path} --resume" in result.output

@@ -22,6 +22,7 @@ from coterie.cli import app
 from coterie.reporting import plan_page
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Section, write_page
+from coterie.reporting.run_page import ADVICE
 from coterie.reporting.verdict import difference
 from coterie.reporting.whom import heard
 from coterie.theory import Constants
@@ -70,6 +71,11 @@ class Shown:
     def texts(self, selector: str) -> list[str]:
         return [" ".join(text.split()) for text in self.page.locator(selector).all_inner_texts()]
 
+    def bottoms(self, selector: str) -> list[float]:
+        """Say where the things end, in pixels from the top of the page."""
+        boxes = (each.bounding_box() for each in self.page.locator(selector).all())
+        return [box["y"] + box["height"] for box in boxes]
+
     def close(self) -> None:
         assert self.complaints == []
         self.context.close()
@@ -91,7 +97,10 @@ def test_the_first_screen_is_the_record_and_details_fold(
     shown = Shown(browser, run.report(tmp_path / "run.html"), place)
     assert shown.width_too_much() == 0
     end, (lead,) = run.record.end, shown.texts(".lead")
-    assert lead.endswith(end.verdict)
+    assert end.verdict.split(": ")[0] in lead
+    assert [end.verdict] == shown.texts(".evidence")
+    assert lead.endswith(ADVICE[run.verdict.finding])
+    assert all(bottom < PLACES[place][1] for bottom in shown.bottoms(".lead, .tile"))
     if end.comparison is not None:
         assert shown.texts(".tile strong")[:2] == [
             difference(one) for one in run.verdict.measures.values()
@@ -246,3 +255,28 @@ def test_hostile_names_are_text_on_every_page(browser: Any, tmp_path: Path) -> N
         if path.parent.name != "everyone":
             assert "onerror=window.pwned=1" in shown.page.inner_text("body"), path
         shown.close()
+
+
+def test_the_table_of_runs_shows_its_verdicts_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    users = users_with_validation()
+    for name, alpha in (("some", 0.2), ("more", 0.8)):
+        coterie.train(
+            nn.Linear(20, 1).double(),
+            mse_loss,
+            users[0],
+            users[1:],
+            coterie.WeightedAveraging(alpha),
+            steps=20,
+            guard="held-out",
+            out=tmp_path / name,
+        )
+    words = ["explore", str(tmp_path / "some"), str(tmp_path / "more")]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "all.html")])
+    assert result.exit_code == 0, result.output
+    shown = Shown(browser, tmp_path / "all.html", "phone")
+    assert shown.width_too_much() == 0
+    column = shown.texts("th").index("verdict") + 1
+    for cell in shown.page.locator(f"section:first-of-type td:nth-child({column})").all():
+        box = cell.bounding_box()
+        assert box["x"] + box["width"] <= PLACES["phone"][0]
+    shown.close()

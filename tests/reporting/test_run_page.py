@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
-from coterie.recording import End, Point, Record
+from coterie.recording import End, Point, Record, UserSummary
+from coterie.recording.result import Comparison, Difference
 from coterie.reporting.page import Section, write_page
-from coterie.reporting.run_page import write_run_page
+from coterie.reporting.run_page import ADVICE, write_run_page
 from coterie.reporting.verdict import difference
 from coterie.reporting.whom import heard
 from coterie.theory.estimates import Estimates, Measured, PeerEstimates
@@ -29,6 +30,41 @@ def text_of(page: Path) -> list[str]:
     body = page.read_text(encoding="utf-8").split("<body>")[1]
     pieces = re.split(r"<[^>]*>", re.sub(r"<svg.*?</svg>", "", body, flags=re.DOTALL))
     return [" ".join(html.unescape(piece).split()) for piece in pieces if piece.strip()]
+
+
+FOUND = {
+    "better": ("Better than alone", "Use this model, and keep the peers."),
+    "unclear": (
+        "No clear difference to training alone",
+        "Either model will do; to know, test on more rows, or repeat the splits.",
+    ),
+    "worse": (
+        "Worse than alone",
+        "Do not use this model: train alone, or leave out peers that do harm.",
+    ),
+}
+"""What a stranger reads in ten seconds: the first and the last sentence; the claim is between them."""
+
+
+@pytest.mark.parametrize("finding", FOUND)
+def test_the_first_screen_says_in_three_sentences_what_was_found_and_what_to_do(
+    tmp_path: Path, finding: str
+) -> None:
+    difference_of = {"better": 0.5, "unclear": 1.0, "worse": 2.0}[finding]
+    loss = Difference(ours=difference_of, alone=1.0, error=0.05, less_is_better=True)
+    compared = Comparison(on="200 test examples", examples=200, measures={"loss": loss})
+    record = Record(configuration(me=UserSummary(name="Ge: neva", examples=12, test=200)))
+    record.finish(End(step=1, best_step=1, comparison=compared, test={"loss": difference_of}))
+    text = text_of(write_run_page(tmp_path / "page.html", record))
+    claim = {
+        "better": "The model for Ge: neva is better than one trained alone.",
+        "unclear": "It is not clear whether the model for Ge: neva is better or worse than one"
+        " trained alone.",
+        "worse": "The model for Ge: neva is worse than one trained alone.",
+    }[finding]
+    headline, advice = FOUND[finding]
+    assert text[1:4] == [headline, claim, advice], "after the title"
+    assert "chance" not in " ".join(text[:4])
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
@@ -197,7 +233,10 @@ def test_no_two_sentences_of_a_page_disagree(tmp_path: Path) -> None:
         findings.add(said.finding)
         assert run.summary().splitlines()[0] == said.sentence == run.record.end.verdict
         others = [
-            piece for piece in text_of(run.report(tmp_path / "page.html")) if piece != said.sentence
+            piece
+            for piece in text_of(run.report(tmp_path / "page.html"))
+            if piece != ADVICE[said.finding]
+            and not said.sentence.startswith(piece.removesuffix("."))
         ]
         others += run.summary().splitlines()[1:]
         headline, *rest = [

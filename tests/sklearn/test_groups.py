@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -162,12 +163,16 @@ def test_groups_that_predict_is_not_given_are_an_error() -> None:
             "a model is made by a function of the numbers of inputs and outputs, got 3",
         ),
         (
-            {"rule": "bc"},
+            {"rule": "bcc"},
             KnobError,
-            "`rule` must be a rule such as .* names are for the command line",
+            r"unknown rule 'bcc'; .* did you mean 'bc'",
         ),
         ({"steps": 0}, KnobError, "`steps` must be a whole number, at least 1, got 0"),
-        ({"validation": 1.5}, DataError, r"`validation` must be above 0 and below 1, got 1.5"),
+        (
+            {"validation": 1.5},
+            DataError,
+            r"`validation` must be above 0 and below 1, or None, got 1.5",
+        ),
     ],
 )
 def test_bad_settings_are_told_by_fit(
@@ -187,3 +192,37 @@ def test_bad_rows_are_told() -> None:
         CoterieClassifier("hospital").fit(X, np.zeros(len(X), dtype=int))
     with pytest.raises(ValueError, match="contains infinity"):
         CoterieRegressor(0).fit(np.full((9, 2), np.inf), np.arange(9))
+
+
+def test_what_was_found_is_at_the_estimator_and_survives_pickle() -> None:
+    rng = np.random.default_rng(0)
+    X = np.column_stack([np.repeat([1, 2, 3], 60), rng.normal(size=(180, 3))])
+    y = X[:, 1] + rng.normal(0, 0.3, 180)
+    closed = CoterieRegressor(0).fit(X, y)
+    again = pickle.loads(pickle.dumps(closed))  # noqa: S301  # our own
+    assert list(closed.verdict_) == list(closed.whom_) == [1.0, 2.0, 3.0]
+    assert all(
+        "than one trained alone" in said or "trained" in said for said in closed.verdict_.values()
+    )
+    board = closed.leaderboard_
+    assert list(board.index) == [1.0, 2.0, 3.0]
+    assert np.isfinite(board.to_numpy()).all()
+    assert again.verdict_ == closed.verdict_
+    pd.testing.assert_frame_equal(again.leaderboard_, board)
+    stepped = CoterieRegressor(0, rule="wga", steps=20).fit(X, y)
+    assert stepped.leaderboard_.empty
+    assert (stepped.weights_.to_numpy().sum(1) <= 1).all()
+
+
+def test_sample_weights_are_the_weights_of_a_column() -> None:
+    rng = np.random.default_rng(0)
+    X = np.column_stack([np.repeat([1, 2, 3], 60), rng.normal(size=180)])
+    y = np.where(rng.random(180) < 0.5, "a", "b")
+    heavy = np.where(y == "b", 20.0, 1.0)
+    share = [
+        np.mean(CoterieClassifier(0, steps=50).fit(X, y, weights).predict(X) == "b")
+        for weights in (1 / heavy, heavy)
+    ]
+    assert share[1] - share[0] > 0.4
+    with pytest.raises(ValueError, match=r"sample_weight.shape"):
+        CoterieClassifier(0, steps=50).fit(X, y, heavy[:3])

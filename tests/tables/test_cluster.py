@@ -153,6 +153,25 @@ def test_methods_and_what_measures_over_processes(visits: pd.DataFrame, tmp_path
     assert "this method needs all users in one process" in found["refused"][1][0]
 
 
+def test_nothing_set_is_the_closed_form_over_processes_too(
+    visits: pd.DataFrame, tmp_path: Path
+) -> None:
+    visits[visits["ill"] != "perhaps"].to_csv(tmp_path / "visits.csv", index=False)
+    options = ["--data", str(tmp_path / "visits.csv"), *COMMON[:-4], "--model", "linear"]
+    here = ["train", *options, "--out", str(tmp_path / "here")]
+    assert CliRunner().invoke(app, here).exit_code == 0
+    there = ["train", "--engine", "torch", *options, "--out", str(tmp_path / "there")]
+    statuses, logs = together([there] * 3, tmp_path)
+    assert statuses == [0, 0, 0], logs
+    ours, theirs = (
+        torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("there", "here")
+    )
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-6)
+    end = json.loads((tmp_path / "there" / "record.jsonl").read_text().splitlines()[-1])["end"]
+    assert end["account"]["exchanges"] == 27
+
+
 def test_what_does_not_fit_is_said_in_every_process(visits: pd.DataFrame, tmp_path: Path) -> None:
     visits.to_csv(tmp_path / "visits.csv", index=False)
     visits.drop(columns="ill").to_csv(tmp_path / "no target.csv", index=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def attempt(out: Path, make: Callable[[], dict[str, Any]]) -> None:
 
 
 NO_NUMBER = torch.tensor([0.0, math.nan, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+
+
+def _compiled(model: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about itself
+        return torch.compile(model)
+
+
 CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] = {
     "alpha": (
         KnobError,
@@ -64,6 +73,11 @@ CASES: dict[str, tuple[type[CoterieError], str, Callable[[], dict[str, Any]]]] =
         ModelError,
         "the model is wrapped in DataParallel; give what is inside: `model.module`",
         lambda: {"model": nn.DataParallel(nn.Linear(3, 4))},
+    ),
+    "compiled": (
+        ModelError,
+        "the model is compiled; give what it was compiled from, `model._orig_mod`",
+        lambda: {"model": _compiled(nn.Linear(3, 4))},
     ),
     "a model of another type": (
         ModelError,

@@ -9,7 +9,7 @@ from typing import Any
 
 from coterie.aggregators import AGGREGATORS
 from coterie.benchmark.settings import PLAIN_RATES, Contender, Knobs, Setting, schedules
-from coterie.benchmark.tools import MIXTURE, TOOLS, Tool
+from coterie.benchmark.tools import OURS, TOOLS, Tool
 from coterie.errors import KnobError, did_you_mean
 from coterie.methods import METHODS
 from coterie.registry import Entry, FromRun
@@ -59,7 +59,7 @@ DEFAULT += (
     "bc",
     "alone-plain",
     "pooled-plain",
-    MIXTURE.name,
+    *OURS,
     *TOOLS,
 )
 """What `coterie bench` compares if nothing else is asked for.
@@ -93,7 +93,7 @@ def contender(name: str) -> Contender | Tool:
     if name not in names():
         hint = did_you_mean(name, names())
         raise KnobError(f"unknown method {name!r}; the methods are {', '.join(names())}{hint}")
-    if name in (fitted := {MIXTURE.name: MIXTURE, **TOOLS}):
+    if name in (fitted := {**OURS, **TOOLS}):
         return fitted[name]
     if name in VARIANTS:
         return Contender(name, VARIANTS[name])

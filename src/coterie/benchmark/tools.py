@@ -1,6 +1,6 @@
 """Plain tools: what a user has without coterie, in a few lines of scikit-learn and SciPy each.
 
-They see user 0's training and validation rows and, but for `sklearn-alone`, the peers' rows as they
+They see user 0's training and validation rows and, but for `sklearn-alone` and `-forest`, the peers' rows as they
 are. Nothing of coterie's training is used. The strength of regularisation is chosen by
 cross-validation on user 0's rows.
 """
@@ -19,6 +19,7 @@ from scipy.special import log_softmax
 from coterie.benchmark.population import Numbers, Population
 from coterie.benchmark.tasks import SetTask
 from coterie.benchmark.tuning import Outcome, held_out, outcome_of
+from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import SOFTMAX, SQUARED
 from coterie.mixture.fit import fit_here
 from coterie.users.examples import Examples
@@ -156,24 +157,62 @@ def trees(peers: Sequence[Rows], n_classes: int) -> Fit:
     return fit
 
 
-def closed_form(peers: Sequence[Rows], n_classes: int) -> Fit:
-    """Fit coterie's own linear models in closed form, as `coterie.Mixture` does.
-
-    It has no strength to choose.
-    """
-    family = SOFTMAX if n_classes else SQUARED
+def forest(peers: Sequence[Rows], n_classes: int) -> Fit:
+    """Grow a random forest on the own rows."""
+    from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
     def fit(own: Rows, strength: float) -> Predict:
-        fitted = fit_here(
-            own.x, own.y, [(rows.x, rows.y) for rows in peers], family, n_classes or 1
-        )
-        return _predicting(fitted.served.parameters, n_classes)
+        kind = RandomForestClassifier if n_classes else RandomForestRegressor
+        model = kind(random_state=0).fit(own.x, own.y)
+        return lambda x: _outputs(model, x, n_classes, len(own.y))
 
     return fit
 
 
-MIXTURE = Tool("mixture", closed_form, strengths=(1.0,))
-"""Not a plain tool, but it sees what these see, and needs no tuning either."""
+def closed_form(peers: Sequence[Rows], n_classes: int, *, trees: bool = False) -> Fit:
+    """Fit coterie's own linear models in closed form, as `coterie.Mixture` does.
+
+    With trees as further candidates where it is asked for. It has no strength to choose.
+    """
+    from coterie.trees.candidates import candidates
+
+    family = SOFTMAX if n_classes else SQUARED
+
+    def fit(own: Rows, strength: float) -> Predict:
+        others = [(rows.x, rows.y) for rows in peers]
+        mine, *theirs = (
+            (x, family.targets(y, n_classes or 1)) for x, y in [(own.x, own.y), *others]
+        )
+
+        def grown(folds: Numbers) -> Sequence[Candidates]:
+            return candidates(mine, theirs, family, folds) if trees else ()
+
+        fitted = fit_here(own.x, own.y, others, family, n_classes or 1, others=grown)
+        model = fitted.served.model(family, intercept=True)
+
+        def predict(x: Numbers) -> Numbers:
+            with torch.no_grad():
+                outputs = model(torch.as_tensor(x, dtype=torch.float32)).double().numpy()
+            return np.asarray(log_softmax(outputs, axis=1) if n_classes else outputs[:, 0])
+
+        return predict
+
+    return fit
+
+
+def with_trees(peers: Sequence[Rows], n_classes: int) -> Fit:
+    """Fit the default for tables: linear models and trees, mixed."""
+    return closed_form(peers, n_classes, trees=True)
+
+
+OURS = {
+    tool.name: tool
+    for tool in (
+        Tool("mixture", closed_form, strengths=(1.0,)),
+        Tool("mixture-trees", with_trees, strengths=(1.0,)),
+    )
+}
+"""Not plain tools, but they see what these see, and need no tuning either."""
 
 TOOLS = {
     tool.name: tool
@@ -184,6 +223,7 @@ TOOLS = {
         Tool("sklearn-towards", towards),
         Tool("sklearn-bayes", bayes),
         Tool("sklearn-trees", trees, strengths=(1.0,)),
+        Tool("sklearn-forest", forest, strengths=(1.0,)),
     )
 }
 

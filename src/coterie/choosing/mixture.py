@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
+from coterie.errors import KnobError
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.mixture.candidates import FOLDS
+from coterie.mixture.candidates import FOLDS, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
@@ -81,6 +82,8 @@ class Mixture(Algorithm):
 
     Args:
         single: serve the best candidate in the place of the mixture.
+        trees: take boosted trees and a forest as further candidates, or as the only ones. What is
+            served is then a module that mixes predictions. See docs/trees.md.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -100,6 +103,11 @@ class Mixture(Algorithm):
     """
 
     single: bool = False
+    trees: Literal[True, False, "only"] = False
+
+    def __post_init__(self) -> None:
+        if self.trees not in {True, False, "only"}:
+            raise KnobError(f'`trees` is True, False or "only", got {self.trees!r}')
 
     guards_itself = plans_by_steps = True
     needs_rows = False
@@ -147,7 +155,7 @@ class Mixture(Algorithm):
         guarded: bool,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
-        return ClosedForm(spec, engine, costs, single=self.single)
+        return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
 
 
 def family_of(loss: Loss) -> Family | None:
@@ -237,10 +245,16 @@ class ClosedForm(Learner):
     can_restart = False
 
     def __init__(
-        self, spec: RunSpec, engine: Engine, costs: Costs, *, single: bool = False
+        self,
+        spec: RunSpec,
+        engine: Engine,
+        costs: Costs,
+        *,
+        single: bool = False,
+        trees: Literal[True, False, "only"] = False,
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.single = single
+        self.single, self.trees = single, trees
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
@@ -270,6 +284,9 @@ class ClosedForm(Learner):
         )
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
+        if self.trees:
+            others = partial(self._trees, (x, y), seed)
+            how |= {"others": others, "linear": self.trees != "only"}
         fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
         return driven(fitting, self._asking(scaling))
 
@@ -305,6 +322,17 @@ class ClosedForm(Learner):
 
         return ask
 
+    def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
+        from coterie.trees.candidates import candidates
+
+        here = self.engine.capabilities.local
+        peers = [peer.examples for peer in self.spec.peers if here]
+        validation = self.spec.me.validation
+        held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
+        given = [Rows(*self._numbers(each)).finite() for each in peers]
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed}
+        return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
+
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         """Return inputs (n, D) and targets (n, K) of examples."""
         inputs, targets = examples.take(torch.arange(len(examples)))
@@ -320,7 +348,8 @@ class ClosedForm(Learner):
         self.step += 1
         self.state = {
             "step": self.step,
-            "weight": 1 - sum(fitted.entries[kind].weight for kind in ALONE_KINDS),
+            "weight": 1
+            - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
 
     def consider(self, validation_loss: float) -> None:
@@ -356,7 +385,7 @@ class ClosedForm(Learner):
         return {} if fitted is None else account_of(fitted, self.tau(), len(self.spec.me))
 
 
-ALONE_KINDS = ("constant", "alone")
+ALONE_KINDS = ("constant", "alone", "forest, alone")
 
 
 def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, Any]:

@@ -229,11 +229,7 @@ def _print_next_steps(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -
         typer.echo(f"{folder}/coterie.toml   what user 0 trains")
     for site, fingerprint in fingerprints.items():
         if site != who.me:
-            typer.echo(
-                f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key"
-            )
-            typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
-    typer.echo(f"{next(folder.glob('*.whl'))}   coterie itself, for every site to install")
+            _print_kit(folder, site, fingerprint)
     too = f" and coterie federate site {mine}" if who.everyone else ""
     typer.echo(
         f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run"
@@ -262,12 +258,16 @@ def accept(
     fingerprint: Annotated[
         str | None, Option(help="What user 0 has told you; shown and asked for if left out.")
     ] = None,
+    renews: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Your folder that has this kit's old certificates."),
+    ] = None,
 ) -> None:
     """Check the folder that user 0 has made for a site, and write the site's own settings to it.
 
     Example: coterie federate accept basel
     """
-    from coterie.federation import kits, manifest
+    from coterie.federation import kits, manifest, membership
     from coterie.federation.settings import FILE
 
     shown = manifest.fingerprint(folder)
@@ -278,6 +278,10 @@ def accept(
         raise KnobError(
             f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example"
         )
+    if renews is not None:
+        membership.take_renewed(renews, folder, fingerprint or shown)
+        typer.echo(f"{renews} has the new certificates; start `coterie federate site` again")
+        return
     kit = kits.accept(folder, fingerprint or shown)
     who = f"{', '.join(kit.others)} plan" if kit.everyone else f"{kit.lead} plans"
     typer.echo(f"{who} to ask for at most {kit.asked}")
@@ -287,16 +291,26 @@ def accept(
 
 
 @federate.command(cls=Command)
-def site(folder: SiteFolder = Path()) -> None:
+def site(
+    folder: SiteFolder = Path(),
+    service: Annotated[
+        bool, Option("--service", help="Write a systemd unit that does so, and end.")
+    ] = False,
+) -> None:
     """Check a site's settings, connect to the server, and answer until Ctrl-C.
 
     Nothing in the folder is run.
     """
     from coterie.federation import workspace
+    from coterie.federation.doctor import service_of
     from coterie.federation.settings import site_settings
     from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
     kit, peer = _print_site(folder)
+    if service:
+        unit = service_of(folder)
+        typer.echo(f"{unit}; for this user: systemctl --user enable --now {unit}")
+        return
     place = workspace.site_workspace(folder, kit)
     typer.echo(f"Ctrl-C ends it; NVFLARE's log: {place / LOG}")
     training = site_settings(folder).training
@@ -396,13 +410,100 @@ def run(
     Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job;
     --resume goes on.
     """
+    _follow(folder, resume=resume, wait=wait)
+
+
+@federate.command(cls=Command)
+def doctor(folder: SiteFolder = Path()) -> None:
+    """Look for what would go wrong at a site, or at user 0: a line each, with the remedy."""
+    from coterie.federation.doctor import examine
+
+    ill = False
+    for finding in examine(folder):
+        typer.echo(str(finding))
+        ill |= bool(finding.remedy)
+    raise typer.Exit(int(ill))
+
+
+@federate.command(cls=Command)
+def status(folder: SiteFolder = Path()) -> None:
+    """Say how things stand at user 0 or at a site: who is connected, what was asked, what is left."""
+    from coterie.federation.doctor import standing
+
+    for line in standing(folder):
+        typer.echo(line)
+
+
+SiteName = Annotated[str, Argument(help="The name of a site.")]
+
+
+@federate.command(cls=Command, name="add-site")
+def add_site(folder: Folder, site: SiteName) -> None:
+    """Make a kit for one more site, which the next run asks.
+
+    Example: coterie federate add-site trial bern
+    """
+    from coterie.federation import membership
+
+    _print_kit(folder, site, membership.add_site(folder, site))
+
+
+@federate.command(cls=Command)
+def renew(
+    folder: Folder,
+    site: Annotated[str | None, Argument(help="The site; user 0's own if left out.")] = None,
+) -> None:
+    """Make new certificates, before the old ones end: a site's, in a new kit, or user 0's own."""
+    from coterie.federation import membership
+
+    fingerprint = membership.renew(folder, site)
+    if site is None or fingerprint is None:
+        typer.echo("user 0's certificates are new; start `coterie federate server` again")
+        return
+    _print_kit(folder, site, fingerprint)
+    typer.echo(f"  there: coterie federate accept {site} --renews THE-OLD-FOLDER")
+
+
+@federate.command(cls=Command)
+def revoke(folder: Folder, site: SiteName) -> None:
+    """Let a site in no more: no run asks it, and the server refuses it from its next start on."""
+    from coterie.federation import membership
+
+    membership.revoke(folder, site)
+    typer.echo(f"{site} is not asked any more; start `coterie federate server` again to refuse it")
+
+
+def _print_kit(folder: Path, site: str, fingerprint: str) -> None:
+    typer.echo(f"{folder}/sites/{site}   for {site}, over a safe way: it holds a private key")
+    typer.echo(f"  its fingerprint, to tell {site} in another way: {fingerprint}")
+
+
+@federate.command(cls=Command)
+def attach(folder: Folder) -> None:
+    """Follow the job that runs already, after its terminal is gone; Ctrl-C ends it."""
+    _follow(folder, attach=True)
+
+
+@federate.command(cls=Command)
+def stop(folder: Folder) -> None:
+    """End the job that runs, so that no site gives any more; what is saved stays."""
+    from coterie.federation import supervision
+
+    ended = supervision.stop(folder)
+    typer.echo("the job is ended" if ended else "no job runs")
+    typer.echo(f"`coterie federate run {folder} --resume` goes on from what is saved")
+
+
+def _follow(folder: Path, **settings: Any) -> None:
+    """Follow a run to its end, and say where its results are."""
     from coterie.federation.settings import members_of
     from coterie.federation.supervision import follow_everyone, supervise
 
     everyone = bool(members_of(folder))
-    follow = follow_everyone if everyone else supervise
     try:
-        typer.echo(follow(folder, resume=resume, wait=wait, show_line=typer.echo))
+        typer.echo(
+            (follow_everyone if everyone else supervise)(folder, **settings, show_line=typer.echo)
+        )
     except KeyboardInterrupt:
         typer.echo(
             f"stopped; `coterie federate run {folder} --resume` goes on from what is saved",

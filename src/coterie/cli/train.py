@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.everyone import for_everyone, train_all
+from coterie.cli.everyone import ALL, for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import rich_table, to_apply
@@ -59,7 +59,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
             "`--exchange-every` has no effect with `--rule alone`, which asks nobody; leave it out"
         )
     everyone = for_everyone(table, rule, how, where)
-    table, rule = _in_closed_form(table, rule, how, where)
+    table, rule, how = _in_closed_form(table, rule, how, where)
     if everyone and where.engine == "in-process":
         return train_all(table, rule, how)
     _check_repeats(rule, how, where)
@@ -97,10 +97,11 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
 def _in_closed_form(
     table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions
-) -> tuple[TableOptions, RuleOptions]:
-    """Name the rule that auto stands for.
+) -> tuple[TableOptions, RuleOptions, FitOptions]:
+    """Name the rule and the model that auto stands for.
 
-    The closed form judges by folds of the own rows, and holds none out.
+    The closed form judges by folds of the own rows, and holds none out. Trees are mixed with its
+    linear models, unless `--model` says which.
     """
     stepwise = any(
         getattr(how, each.name) != each.default
@@ -109,11 +110,32 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    linear = how.model == "linear" and where.engine == "in-process" and not weighted
-    if rule.rule != "auto" or stepwise or knobs or not linear:
-        return table, rule
+    here, plain = where.engine == "in-process", not (weighted or where.secure_sums)
+    kinds: dict[str, list[str]] = {"auto": [], "linear": []}
+    if here:
+        kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
+    elif table.me == ALL:  # where all train
+        kinds = {}
+    if rule.rule != "auto" or stepwise or knobs or not plain or how.model not in kinds:
+        if how.model == "trees":
+            raise KnobError(
+                "`--model trees` takes no steps, needs all users in this process, and rows that"
+                " count alike; leave out `--rule`, what says how steps are taken, `--engine` and"
+                " `--weights`"
+            )
+        return table, rule, replace(how, model=_linear(how.model))
+    closed = replace(rule, rule="mixture", knob=kinds[how.model])
     validation = 0.0 if table.validation is None else table.validation
-    return replace(table, validation=validation), replace(rule, rule="mixture")
+    return (
+        replace(table, validation=validation),
+        closed,
+        replace(how, model=_linear(how.model)),
+    )
+
+
+def _linear(model: str) -> str:
+    """Return the model that is built: trees grow beside a linear one."""
+    return "linear" if model in {"auto", "trees"} else model
 
 
 def _users(

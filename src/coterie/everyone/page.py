@@ -3,12 +3,13 @@
 Who gains, who listens to whom, what it cost; in the look of the page of a run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from coterie.errors import few_of
 from coterie.everyone.gains import Gain, by_chance, counted, overall
 from coterie.everyone.runs import Runs
 from coterie.reporting.charts import interval_chart
@@ -67,7 +68,19 @@ def _lead(gains: list[Gain], runs: Mapping[str, Run]) -> Lead:
     )
     findings = {gain.verdict.finding for gain in gains}
     finding = "better" if "better" in findings and not findings & {"worse", "mixed"} else ""
-    return Lead(f"{counted(gains)} {by_chance(gains)}".strip(), finding=finding, tiles=tiles)
+    evidence = by_chance(gains)
+    return Lead(
+        counted(gains), advice=_advice(gains), evidence=evidence, finding=finding, tiles=tiles
+    )
+
+
+def _advice(gains: Sequence[Gain]) -> str:
+    """Return what to do, in one sentence."""
+    if bad := [gain.name for gain in gains if gain.verdict.finding == "worse"]:
+        return f"Give everybody their model, but train alone for {few_of(bad)}."
+    if any(gain.verdict.finding in ("better", "mixed") for gain in gains):
+        return "Give everybody their model."
+    return "Nobody clearly gains: training alone would do as well."
 
 
 def _gains(gains: list[Gain]) -> Section:

@@ -20,7 +20,7 @@ from coterie.everyone.together import train_together
 from coterie.learners.spec import LOSS, MODEL, RunSettings, RunSpec
 from coterie.recording.claim import claimed
 from coterie.training.algorithm import Followed
-from coterie.training.checking import check
+from coterie.training.checking import check, with_named_rule
 from coterie.training.run import Run
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
@@ -44,7 +44,7 @@ class EveryoneSpec(RunSettings):
         ),
     ]
     rule: Annotated[
-        Followed | Mapping[str, Followed] | None,
+        Followed | str | Mapping[str, Followed | str] | None,
         Setting(
             "As in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when"
             " None."
@@ -90,7 +90,8 @@ def train_everyone(spec: EveryoneSpec) -> Runs:
     """
     able, left_out = _able(spec.runs())
     runs = [
-        replace(run, peers=[user for user in able if user is not run.me]) for run in able.values()
+        with_named_rule(replace(run, peers=[user for user in able if user is not run.me]))
+        for run in able.values()
     ]
     out = None if spec.out is None else Path(spec.out)
     with nullcontext() if out is None else claimed(out):
@@ -98,8 +99,8 @@ def train_everyone(spec: EveryoneSpec) -> Runs:
 
 
 def _rules(
-    rule: Followed | Mapping[str, Followed] | None, users: Sequence[User]
-) -> dict[str, Followed]:
+    rule: Followed | str | Mapping[str, Followed | str] | None, users: Sequence[User]
+) -> dict[str, Followed | str]:
     """Return everybody's rule."""
     names = [user.name for user in users]
     if not isinstance(rule, Mapping):

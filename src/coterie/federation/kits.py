@@ -13,7 +13,7 @@ from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
 from coterie.federation.lead import planned_gradients
-from coterie.federation.manifest import KIT_FILES, Kit, quoted, seal, verify
+from coterie.federation.manifest import Kit, kit_files, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
 from coterie.federation.settings import (
@@ -25,8 +25,11 @@ from coterie.federation.settings import (
     Model,
     Training,
 )
-from coterie.federation.wheel import write_wheel
+from coterie.federation.wheel import write_installation
 from coterie.tables import models
+
+KIT_AS_MADE = "kit"
+"""Where user 0 keeps what its kits have in common."""
 
 README_OF_A_MEMBER = """# {site} in the consortium {consortium}
 
@@ -34,17 +37,19 @@ Every site trains a model for itself, with the others' help: {members_in_words}.
 sends your model's parameters to the others, and each gives back the gradient of the loss on a batch of **its**
 training rows. Yours does the same for them. Rows stay where they are; your model, its weights, your validation and
 test rows and what comes out stay here, in `run`. The server at {server} passes messages on: they are encrypted from
-site to site. This folder is data: nothing in it is run. Your machine runs the `coterie` that you installed.
+site to site. But for
+`install.sh`, which you can read, nothing in this folder is run.
 
-1. `pip install "./{wheel}[flare]"` in a Python environment of your own. The file is coterie itself: {lead}
-   sends it with this folder. `sha256sum` must show `{digest}`. What it depends on comes from your package index.
-2. `coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone for
-   example. It then writes `{file}`, which is yours: nobody else has a say in it.
+1. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
+   it needs from your package index, each file checked by its hash. coterie is in no package index.
+2. `venv/bin/coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone
+   for example. It then writes `{file}`, which is yours: nobody else has a say in it.
 3. Edit `{file}`: where your table is, how its columns are called, how you train, what you give at most (below).
-4. `coterie federate check .` says what would be given. Nothing is sent.
-5. `coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until you stop it
-   (Ctrl-C). Your machine dials out; nothing needs to be opened in your firewall for incoming connections.
-6. `coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
+4. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
+   given. Nothing is sent.
+5. `venv/bin/coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until
+   you stop it (Ctrl-C). Your machine dials out; nothing needs to be opened in your firewall for incoming connections.
+6. `venv/bin/coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
    `run/index.html` says whether the others have helped.
 
 The {n_others} others plan to ask you for at most {gradients} gradients in all, of {batch_size} rows each. What you
@@ -72,17 +77,18 @@ are made into numbers. `client.key` is your key: whoever has it is you. Keep it.
 README = """# {site} in the consortium {consortium}
 
 You take part in training a model for {lead}. At every step {lead} sends the model's parameters; your machine
-computes the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. This folder
-is data: nothing in it is run. Your machine runs the `coterie` that you installed.
+computes the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. But for
+`install.sh`, which you can read, nothing in this folder is run.
 
-1. `pip install "./{wheel}[flare]"` in a Python environment of your own. The file is coterie itself: {lead}
-   sends it with this folder. `sha256sum` must show `{digest}`. What it depends on comes from your package index.
-2. `coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone for
-   example. It then writes `{file}`, which is yours: nobody else has a say in it.
+1. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
+   it needs from your package index, each file checked by its hash. coterie is in no package index.
+2. `venv/bin/coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone
+   for example. It then writes `{file}`, which is yours: nobody else has a say in it.
 3. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
-4. `coterie federate check .` says what would be given. Nothing is sent.
-5. `coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your machine dials
-   out; nothing needs to be opened in your firewall for incoming connections.
+4. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
+   given. Nothing is sent.
+5. `venv/bin/coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your
+   machine dials out; nothing needs to be opened in your firewall for incoming connections.
 
 {lead} plans a run of at most {asked}. What you give, and how to give less,
 is in `[caps]` of `{file}`:
@@ -197,25 +203,29 @@ def _write(
         preparation.save(folder)
     text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
     (folder / FILE).write_text(text, encoding="utf-8")
-    fingerprints = {}
-    wheel, digest = write_wheel(folder)
-    for kit in kits:
-        place = folder / "sites" / kit.site
-        kit.save(place)
-        preparation.save(place)
-        (place / "README.md").write_text(_page(kit, wheel, digest), encoding="utf-8")
-        fingerprints[kit.site] = seal(place)
+    (folder / KIT_AS_MADE).mkdir(mode=0o700)
+    kits[0].save(folder / KIT_AS_MADE)  # by which kits of later sites are made
+    fingerprints = {
+        kit.site: write_kit(folder / "sites" / kit.site, kit, preparation) for kit in kits
+    }
     if consortium.everyone:
         accept(folder / "sites" / settings.me, fingerprints[settings.me], mine=settings.data)
     return fingerprints
 
 
-def _page(kit: Kit, wheel: str, digest: str) -> str:
+def write_kit(place: Path, kit: Kit, preparation: Preparation) -> str:
+    """Write a kit where its certificates are, and return its fingerprint."""
+    write_installation(place)
+    kit.save(place)
+    preparation.save(place)
+    (place / "README.md").write_text(_page(kit), encoding="utf-8")
+    return seal(place)
+
+
+def _page(kit: Kit) -> str:
     page = README_OF_A_MEMBER if kit.everyone else README
     return page.format(
         file=FILE,
-        wheel=wheel,
-        digest=digest,
         caps=first_caps(kit),
         n_others=len(kit.others),
         members_in_words=", ".join(kit.members),
@@ -276,7 +286,7 @@ def accept(
     verify(folder, fingerprint, alone=True)
     kit = Kit.load(folder)
     folder.chmod(0o700)
-    for name in KIT_FILES:
+    for name in kit_files(folder):
         (folder / name).chmod(0o600)
     path = folder / FILE
     path.touch(mode=0o600)

@@ -14,7 +14,12 @@ from coterie.recording import files
 KIT, MANIFEST = "kit.json", "manifest.json"
 CERTIFICATES = ("client.crt", "client.key", "rootCA.pem")
 PREPARATION = "preparation.json"
-KIT_FILES = (KIT, "README.md", *CERTIFICATES, PREPARATION)
+INSTALL, LOCK = "install.sh", "requirements.lock"
+KIT_FILES = (KIT, "README.md", *CERTIFICATES, PREPARATION, INSTALL, LOCK)
+"""What a kit consists of, beside the wheel of coterie and the manifest."""
+WHEEL = re.compile(r"coterie-[0-9A-Za-z.+!]{1,40}-py3-none-any\.whl")
+ENVIRONMENT = "venv"
+"""Where `install.sh` installs; it belongs to no kit."""
 MAX_BYTES = 2**26
 """How large a file of a kit may be."""
 
@@ -137,7 +142,8 @@ class Kit:
 
 def seal(folder: Path) -> str:
     """Write the manifest of a kit that is complete, with a digest of every file, and return its fingerprint."""
-    digests = {name: files.sha256((folder / name).read_bytes()) for name in KIT_FILES}
+    wheel = next(path.name for path in folder.iterdir() if WHEEL.fullmatch(path.name))
+    digests = {name: files.sha256((folder / name).read_bytes()) for name in (*KIT_FILES, wheel)}
     files.write_json(folder / MANIFEST, {"files": digests})
     return fingerprint(folder)
 
@@ -160,23 +166,30 @@ def verify(folder: Path, expected: str, *, alone: bool = False) -> None:
         raise FileError(
             f"the kit {folder} has the fingerprint {actual}, not {expected[:80]!r}; {_REMEDY}"
         )
-    listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
-    if not isinstance(listed, dict) or set(listed) != set(KIT_FILES):
-        raise FileError(
-            f"the manifest of {folder} must list {', '.join(KIT_FILES)} and nothing else; {_REMEDY}"
-        )
-    for name in KIT_FILES:
-        if files.sha256(_content(folder, name)) != listed[name]:
+    listed = kit_files(folder)
+    for name, digest in listed.items():
+        if files.sha256(_content(folder, name)) != digest:
             raise FileError(f"{folder / name} is not what the kit's manifest says; {_REMEDY}")
+    known = {*listed, MANIFEST, ENVIRONMENT}
     if alone and (
-        stray := sorted(
-            path.name for path in folder.iterdir() if path.name not in (*KIT_FILES, MANIFEST)
-        )
+        stray := sorted(path.name for path in folder.iterdir() if path.name not in known)
     ):
         raise FileError(
             f"{folder} holds {stray[0]!r}, which belongs to no kit; move it away if it is yours,"
             f" else {_REMEDY}"
         )
+
+
+def kit_files(folder: Path) -> dict[str, str]:
+    """Return the files of a kit with their digests, as its manifest lists them."""
+    listed = files.read_json(folder / MANIFEST, _REMEDY, ["files"])["files"]
+    wheels = [name for name in listed if WHEEL.fullmatch(name)] if isinstance(listed, dict) else []
+    if len(wheels) != 1 or set(listed) - set(wheels) != set(KIT_FILES):
+        raise FileError(
+            f"the manifest of {folder} must list {', '.join(KIT_FILES)}, a wheel of coterie and"
+            f" nothing else; {_REMEDY}"
+        )
+    return dict(listed)
 
 
 def _content(folder: Path, name: str) -> bytes:

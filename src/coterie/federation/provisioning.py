@@ -29,6 +29,7 @@ builders:
   - path: nvflare.lighter.impl.static_file.StaticFileBuilder
     args: {{config_folder: config, scheme: grpc}}  # TLS with certificates on both sides
   - path: nvflare.lighter.impl.cert.CertBuilder
+    args: {{root_valid_days: 3650}}  # so that what it signs can be renewed
 """
 
 ADMIN_HOST = "127.0.0.1"
@@ -65,18 +66,19 @@ class Consortium:
 
     def project(self) -> str:
         """Return the provisioning project of NVFLARE, as YAML."""
-        # `true` and 123 are names too
-        named = {site: json.dumps(site.replace("-", "_")) for site in self.sites}
-        clients = (
-            f"  - {{name: {json.dumps(site)}, type: client, org: {org}}}"
-            for site, org in named.items()
-        )
+        clients = map(client_line, self.sites)
         quoted = {
             "name": json.dumps(self.name),
             "server": json.dumps(self.server),
             "lead": json.dumps(LEAD),
         }
         return PROJECT.format(clients="\n".join(clients), **vars(self) | quoted)
+
+
+def client_line(site: str) -> str:
+    """Return the line of a site in the project."""
+    org = json.dumps(site.replace("-", "_"))  # `true` and 123 are names too
+    return f"  - {{name: {json.dumps(site)}, type: client, org: {org}}}"
 
 
 def provision(consortium: Consortium, folder: Path, size: int) -> None:
@@ -112,12 +114,22 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
             path.chmod(0o600)
 
 
+def provision_again(folder: Path, name: str) -> Path:
+    """Let the authority sign what has no certificate yet, and return where all of them are."""
+    _nvflare_provision(folder / "project.yml", folder / "authority")
+    for path in (folder / "authority").rglob("*"):
+        if path.is_file() and path.suffix in PRIVATE:
+            path.chmod(0o600)
+    return max((folder / "authority" / name).glob("prod_*"))
+
+
 def _nvflare_provision(project: Path, workspace: Path) -> None:
     command = [
         sys.executable,
         "-m",
         "nvflare.cli",
         "provision",
+        "--force",  # into a workspace that exists: it goes on with the authority there
         "-p",
         str(project),
         "-w",

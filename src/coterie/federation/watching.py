@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coterie.engines.peer import Caps
@@ -216,6 +216,19 @@ class MemberWatch(SiteWatch):
             f"own run: step {step} of {self._steps}, {numbers_of(loss, weight, best)}; for others: "
         )
         self.now(self._given)
+
+
+class Joined:
+    """The sites that have connected to the server since the last look, by NVFLARE's log."""
+
+    def __init__(self, place: Path, wanted: Sequence[str]) -> None:
+        self._log, self._wanted, self.names = NewLines(place / LOG), wanted, set[str]()
+
+    def __call__(self) -> set[str]:
+        """Look what is new, and return all that have joined after the first look."""
+        found = (_CLIENTS[0][0].search(line) for line in self._log())
+        self.names |= {each[1] for each in found if each and each[1] in self._wanted}
+        return self.names
 
 
 class ServerWatch:

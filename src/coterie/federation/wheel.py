@@ -1,4 +1,7 @@
-"""The wheel of the coterie that runs here, for sites to install: no package index has it."""
+"""What a site installs: the coterie that runs here, and a lock of all that it needs, with hashes.
+
+No package index has coterie.
+"""
 
 import base64
 import hashlib
@@ -7,9 +10,57 @@ from importlib import metadata
 from pathlib import Path
 
 import coterie
+from coterie.errors import CoterieError
+from coterie.federation.manifest import INSTALL as SCRIPT
+from coterie.federation.manifest import LOCK
 from coterie.recording import files
 
 _TAG = "py3-none-any"
+
+INSTALL = """#!/bin/sh
+# Makes a Python environment in `venv`, with the coterie of this folder and what it needs. Nothing else is run.
+set -eu
+cd "$(dirname "$0")"
+sum() {{ if command -v sha256sum >/dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1; }}
+check() {{ [ "$(sum "$1")" = "$2" ] || {{ echo "$1 is not what user 0 has sent" >&2; exit 1; }}; }}
+echo "the fingerprint of this folder: $(sum manifest.json | cut -c1-32 | sed 's/..../&-/g; s/-$//')"
+check {wheel} {wheel_digest}
+check {lock} {lock_digest}
+"${{PYTHON:-python3}}" -m venv venv
+pip="venv/bin/python -m pip install --quiet --disable-pip-version-check"
+$pip "{torch}" ${{TORCH_INDEX:+--index-url "$TORCH_INDEX"}}  # many builds: none is in the lock
+$pip --require-hashes -r {lock}
+$pip --no-deps ./{wheel}
+echo "next: venv/bin/coterie federate accept .   (compare the fingerprint with user 0, by telephone)"
+"""
+
+
+def write_installation(folder: Path) -> None:
+    """Write coterie's wheel, the lock of what it needs, and the script that installs both, to a kit."""
+    wheel, digest = write_wheel(folder)
+    lock = lock_file().read_bytes()
+    (folder / LOCK).write_bytes(lock)
+    script = INSTALL.format(
+        wheel=wheel,
+        wheel_digest=digest,
+        lock=LOCK,
+        lock_digest=files.sha256(lock),
+        torch=f"torch=={metadata.version('torch').partition('+')[0]}",
+    )
+    (folder / SCRIPT).write_text(script, encoding="utf-8")
+    (folder / SCRIPT).chmod(0o700)
+
+
+def lock_file() -> Path:
+    """Return where the lock is: in the package, or where the package is developed beside its source."""
+    package = Path(coterie.__file__).parent
+    beside = package / "federation" / LOCK
+    found = beside if beside.exists() else package.parents[1] / LOCK
+    if not found.exists():
+        raise CoterieError(
+            f"there is no {beside}, which a kit needs; install coterie from its wheel or its source"
+        )
+    return found
 
 
 def write_wheel(folder: Path) -> tuple[str, str]:
@@ -26,6 +77,7 @@ def write_wheel(folder: Path) -> tuple[str, str]:
     content = {
         f"coterie/{path.relative_to(package).as_posix()}": path.read_bytes() for path in paths
     }
+    content[f"coterie/federation/{LOCK}"] = lock_file().read_bytes()
     about = f"coterie-{distribution.version}.dist-info"
     for name in ("METADATA", "entry_points.txt"):
         content[f"{about}/{name}"] = (distribution.read_text(name) or "").encode()

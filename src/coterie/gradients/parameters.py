@@ -35,6 +35,11 @@ class Parameters:
                 f"the model is wrapped in {type(model).__name__}; give what is inside:"
                 " `model.module`"
             )
+        if hasattr(model, "_orig_mod"):  # each of coterie's passes would be compiled anew
+            raise ModelError(
+                "the model is compiled; give what it was compiled from, `model._orig_mod`, and for"
+                " speed `ForwardOptions(compile=True)`"
+            )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise ModelError(
                 "a scripted module (torch.jit.script) cannot be passed with other parameters; give"

@@ -286,7 +286,7 @@ class RunSpec(RunSettings):
             "How gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …; "
             '`AdaptiveAveraging`, which has nothing to set, when None; knobs that are "auto" are '
             "chosen before the first step. Or a method of `coterie.methods`, whose rounds are "
-            "then the steps."
+            'then the steps. Or a name of either, as in `coterie list`: "wga".'
         ),
     ] = None
     _: KW_ONLY

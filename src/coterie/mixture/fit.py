@@ -48,6 +48,7 @@ def fit(
     held_out: Rows | None = None,
     others: Others | None = None,
     single: bool = False,
+    linear: bool = True,
 ) -> Fitting:
     """Fit user 0's model.
 
@@ -64,6 +65,7 @@ def fit(
         others: makes further candidates from the fold of each row; a row that does not count has
             none, and is not among the rows that candidates have outputs for.
         single: serve the best candidate in the place of the mixture.
+        linear: whether there are linear candidates; beside the constant, which there always is.
     """
     rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
     n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
@@ -74,7 +76,7 @@ def fit(
     seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
     flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
-    if peers:
+    if linear and peers:
         asking = find_priors(rows, family, seen, peers)
         found, exchanges = yield from _counted(asking)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
@@ -90,7 +92,7 @@ def fit(
             priors["hierarchical, chosen peers"] = chosen
     candidates = [
         constant(rows, family, folds, scaling),
-        *paths(rows, family, priors, folds, scaling),
+        *(paths(rows, family, priors, folds, scaling) if linear else ()),
     ]
     validated = None
     if held_out is not None:

@@ -59,9 +59,9 @@ def _row(name: str, record: Record) -> dict[str, Any]:
     numbers = ", ".join(f"{measure} {value:.4g}" for measure, value in measures.items())
     return {
         "run": name,
+        "verdict": HEADLINES[verdict(configuration, end).finding],
         "user": configuration.me.name,
         "rule": configuration.rule,
-        "verdict": HEADLINES[verdict(configuration, end).finding],
         "numbers": f"{which}: {numbers}" if measures else "–",
         "length": f"{end.step:,} {configuration.counts}",
         "seconds": f"{end.seconds:.3g}",

@@ -30,13 +30,15 @@ class Tile:
 class Lead:
     """What a page says first.
 
-    The conclusion in a word and in a sentence, and the numbers that it rests on.
+    The conclusion in a word and in a sentence, what to do, and the numbers that it rests on.
     """
 
     sentence: str
     headline: str = ""
     finding: str = ""  # "better" and "worse" have colours
     tiles: Sequence[Tile] = ()
+    advice: str = ""  # what to do
+    evidence: str = ""  # what the sentence rests on, in full
 
 
 @dataclass(frozen=True)

@@ -251,11 +251,30 @@ def write_run_page(
     )
 
 
+ADVICE = {
+    "better": "Use this model, and keep the peers.",
+    "worse": "Do not use this model: train alone, or leave out peers that do harm.",
+    "mixed": "Decide which of the two measures matters to you, and go by it.",
+    "unclear": "Either model will do; to know, test on more rows, or repeat the splits.",
+    "alone": "Use this model: nothing is gained from the peers here.",
+    "unknown": "Hold out test rows before you rely on it.",
+}
+"""What to do about a verdict, in one sentence."""
+
+
 def lead(record: Record) -> Lead:
-    """Return what the page of a run says first."""
-    said = verdict(record.configuration, record.end)
+    """Return what the page of a run says first: what was found, in two sentences, and what to do.
+
+    The numbers stand below, and the sentence with all its evidence in small print.
+    """
+    said, name = verdict(record.configuration, record.end), record.configuration.me.name
     tiles = [*_measured(said, record.end), _cost(record.configuration, record.end)]
-    return Lead(said.sentence, HEADLINES[said.finding], said.finding, tiles)
+    cut = said.sentence.find(": ", said.sentence.find(name) + len(name))  # in no user's name
+    claim, evidence = said.sentence, ""
+    if cut > 0:
+        claim, evidence = f"{said.sentence[:cut]}.", said.sentence
+    advice = ADVICE[said.finding]
+    return Lead(claim, HEADLINES[said.finding], said.finding, tiles, advice, evidence)
 
 
 def _measured(said: Verdict, end: End) -> list[Tile]:

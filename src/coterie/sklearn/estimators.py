@@ -1,19 +1,19 @@
 """The estimators: `fit` trains a model for every group, `predict` sends each row to its group's model."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pandas as pd
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from coterie.choosing import Algorithm, Chooser, Mixture
 from coterie.data.preparation import Kind
-from coterie.errors import DataError, few_of
+from coterie.errors import DataError, KnobError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
@@ -31,7 +31,7 @@ class GroupEstimator(BaseEstimator):
         group: Column | None = None,
         *,
         module: Module | None = None,
-        rule: Rule | Chooser | Algorithm | None = None,
+        rule: Rule | Chooser | Algorithm | str | None = None,
         me: Any = None,
         categorical: Sequence[Column] | None = None,
         steps: int | None = None,
@@ -58,12 +58,14 @@ class GroupEstimator(BaseEstimator):
         tags.input_tags.categorical = True
         return tags
 
-    def fit(self, X: Any, y: Any, **refused: Any) -> Self:  # noqa: N803  # scikit-learn's name
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, **refused: Any) -> Self:  # noqa: N803  # scikit-learn's name
         """Train a model for every group, with the other groups as its peers, and one for all rows alike.
 
         Args:
             X: the rows, a DataFrame or an array, with the group of each in the column `group`.
             y: the target of each row.
+            sample_weight: how much each row counts in the loss, at least 0; the models are then
+                trained by steps, also where nothing says how.
             refused: nothing; in particular no `groups`, which `predict` would not be given.
         """
         for name in refused:
@@ -88,18 +90,30 @@ class GroupEstimator(BaseEstimator):
                 f" {self.me!r}"
             )
         target = unused("y", rows)
-        closed = all(each is None for each in (self.module, self.rule, self.steps, self.lr))
+        weights = None
+        if sample_weight is not None:
+            weights = unused("weight", rows)
+            rows[weights] = _check_sample_weight(sample_weight, rows, dtype=float)
+        given = (self.rule, self.steps, self.lr, sample_weight)
+        trees: Literal[True, "only"] = "only" if self.module == "trees" else True
+        closed = self.module in (None, "trees") and all(each is None for each in given)
+        if self.module == "trees" and not closed:
+            raise KnobError(
+                '`module="trees"` takes no steps: leave out `rule`, `steps`, `lr` and'
+                " `sample_weight`"
+            )
         self.group_models_ = fit_groups(
             rows.assign(**{target: self._targets(y)}),
             group=group,
             target=target,
             kind=self._kind,
-            rule=Mixture() if closed else self.rule,
-            module=self.module or "linear",
+            rule=Mixture(trees=trees) if closed else self.rule,
+            module="linear" if closed else self.module or "linear",
             me=None if self.me is None else str(self.me),
             categorical=categorical,
             validation=(0.0 if closed else 0.2) if self.validation is None else self.validation,
             seed=self._seed(),
+            weights=weights,
             **{
                 "steps": StepSettings.steps if self.steps is None else self.steps,
                 "lr": LR if self.lr is None else self.lr,
@@ -129,6 +143,25 @@ class GroupEstimator(BaseEstimator):
         """
         whose = {str(group): group for group in self.groups_.tolist()}
         return self.group_models_.weights.rename(index=whose, columns=whose)
+
+    @property
+    def verdict_(self) -> dict[Any, str]:
+        """The verdict on each group's model, beside one trained alone."""
+        return self._said("verdict")
+
+    @property
+    def whom_(self) -> dict[Any, str]:
+        """Whom each group's model listens to, in a sentence."""
+        return self._said("whom")
+
+    @property
+    def leaderboard_(self) -> pd.DataFrame:
+        """Of each group (a row) the loss of each candidate; empty where models took steps."""
+        return pd.DataFrame.from_dict(self._said("leaderboard"), orient="index")
+
+    def _said(self, what: str) -> dict[Any, Any]:
+        said = self.group_models_.said
+        return {g: said[str(g)][what] for g in self.groups_.tolist() if str(g) in said}
 
     def _rows(self, X: Any, y: Any = "no_validation", **checks: Any) -> tuple[pd.DataFrame, Any]:  # noqa: N803
         """Return X as a table, and y, where it is given, as it was checked."""
@@ -168,10 +201,11 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
     Args:
         group: the column of X that says of which group a row is, by name or position. None: there
             are no groups, and one model is trained.
-        module: "linear" (when None), "mlp", or a function of the numbers of inputs and outputs that
-            returns a `torch.nn.Module`.
-        rule: as in `coterie.train`. When None: `Mixture`, the closed form, where `module`, `steps`
-            and `lr` are None too, else `AdaptiveAveraging`.
+        module: "linear", "trees", "mlp", or a function of the numbers of inputs and outputs that
+            returns a `torch.nn.Module`. When None: linear models and trees, mixed; "linear" where
+            `rule`, `steps` or `lr` is given.
+        rule: as in `coterie.train`, also by name ("wga"). When None: `Mixture`, the closed form, where `module` is None
+            or "trees" and `steps` and `lr` are None, else `AdaptiveAveraging`.
         me: the only group that listens to others; the others' models are trained alone. Every group
             when None.
         categorical: columns of numbers to treat as categories, by name or position; text always is
@@ -190,6 +224,9 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
         pooled_: the model of all rows alike.
         weights_: who listens to whom: in a group's row, each other group's share of the weight that
             its peers have; zeros where the model trained alone is served.
+        verdict_: the verdict on each group's model, beside one trained alone.
+        whom_: whom each group's model listens to, in a sentence.
+        leaderboard_: in a group's row, the loss of each candidate of the closed form.
 
     Example:
         >>> import numpy as np

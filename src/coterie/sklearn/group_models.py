@@ -1,7 +1,7 @@
 """The models of all groups, and the way of each row to its group's."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from coterie.data.table import users_from_table
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.everyone.runs import Runs
 from coterie.everyone.train import train_everyone
+from coterie.reporting.whom import listened_to
 from coterie.rules import Alone
 from coterie.tables import models
 from coterie.tables.models import loss_of
@@ -37,6 +38,7 @@ class GroupModels:
         models: the model of each group, by name.
         pooled: the model of all rows alike, for rows of any other group.
         weights: who listens to whom: in a group's row the shares of the others.
+        said: of each group the `verdict`, `whom` its model listens to, and the `leaderboard`.
     """
 
     module: Module
@@ -44,6 +46,7 @@ class GroupModels:
     models: Mapping[str, nn.Module]
     pooled: nn.Module
     weights: pd.DataFrame
+    said: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def outputs(self, rows: pd.DataFrame, groups: Sequence[str | None]) -> Tensor:
         """Return for each row the outputs of its group's model, in double precision.
@@ -67,9 +70,10 @@ class GroupModels:
         return {
             "module": self.module,
             "preparation": self.preparation.to_plain(),
-            "models": {name: _arrays(model) for name, model in self.models.items()},
-            "pooled": _arrays(self.pooled),
+            "models": {name: self._plain(model) for name, model in self.models.items()},
+            "pooled": self._plain(self.pooled),
             "weights": self.weights.to_dict(),
+            "said": self.said,
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -79,13 +83,22 @@ class GroupModels:
         self.models = {name: self._model(arrays) for name, arrays in state["models"].items()}
         self.pooled = self._model(state["pooled"])
         self.weights = pd.DataFrame(state["weights"])
+        self.said = state.get("said", {})
 
-    def _model(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> nn.Module:
-        made = built(self.module, self.preparation, seed=0)
+    def _plain(self, model: nn.Module) -> dict[str, Any]:
+        about = asdict(models.about_of(model, "", *self._sizes()))
+        return {"about": about, "arrays": _arrays(model)}
+
+    def _model(self, plain: Mapping[str, Any]) -> nn.Module:
+        about = models.About(**{**plain["about"], "mixes": tuple(plain["about"]["mixes"])})
+        made = about.made(about.model or self.module)
         made.load_state_dict(
-            {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+            {name: torch.from_numpy(np.array(array)) for name, array in plain["arrays"].items()}
         )
         return made
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.preparation.n_inputs, self.preparation.n_outputs
 
 
 def built(module: Module, preparation: Preparation, seed: int) -> nn.Module:
@@ -93,6 +106,17 @@ def built(module: Module, preparation: Preparation, seed: int) -> nn.Module:
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return models.build(module, preparation.n_inputs, preparation.n_outputs)
+
+
+def _said_of(run: Run) -> dict[str, Any]:
+    """Return what a run says of itself, as plain data."""
+    record = run.record
+    board = record.end.account.get("leaderboard", {})
+    return {
+        "verdict": run.verdict.sentence,
+        "whom": listened_to(record.configuration, record.end),
+        "leaderboard": {name: float(one["loss"]) for name, one in board.items()},
+    }
 
 
 def _arrays(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
@@ -111,6 +135,7 @@ def fit_groups(
     categorical: Sequence[str],
     validation: float,
     seed: int,
+    weights: str | None = None,
     **settings: Any,
 ) -> GroupModels:
     """Train a model for every group of a table, each with the others as its peers, and one for all rows alike.
@@ -126,6 +151,7 @@ def fit_groups(
         categorical: columns of numbers to treat as categories.
         validation: the share of each group's rows held out to choose its best model.
         seed: what splits, initial parameters and batches depend on.
+        weights: the column that says how much a row counts.
         settings: passed on to `train_everyone`: steps, lr, batch_size.
     """
     columns: dict[str, Any] = {
@@ -133,6 +159,7 @@ def fit_groups(
         "target": target,
         "kind": kind,
         "categorical": categorical,
+        "weights": weights,
     }
     table = users_from_table(
         rows, **columns, validation=validation, test=0.0, seed=seed, suspect=False
@@ -145,13 +172,13 @@ def fit_groups(
             loss,
             table.users[0],
             (),
-            rule if isinstance(rule, Mixture) else Alone(),
+            rule if isinstance(rule, Mixture) or rule == "mixture" else Alone(),
             **settings,
         )
         runs = Runs({table.users[0].name: alone}, alone)
     else:
         rules = {user.name: rule if me in (None, user.name) else Alone() for user in table.users}
         runs = train_everyone(start, loss, table.users, rules, **settings)
-    return GroupModels(
-        module, table.preparation, runs.models, cast("Run", runs.pooled).model, runs.weights
-    )
+    said = {name: _said_of(run) for name, run in runs.runs.items()}
+    pooled = cast("Run", runs.pooled).model
+    return GroupModels(module, table.preparation, runs.models, pooled, runs.weights, said)

@@ -19,6 +19,7 @@ from coterie.evaluation.losses import PerExample
 from coterie.mixture.served import MixedPredictions, Predictor
 from coterie.recording import files
 from coterie.recording.checkpoint import tensors_in
+from coterie.trees.served import Trees
 from coterie.users.user import Loss
 
 Factory: TypeAlias = Callable[[int, int], nn.Module]
@@ -125,10 +126,12 @@ class About:
     family: str = ""
     predictors: int = 0
 
-    def made(self, name: str) -> nn.Module:
+    def made(self, name: str | Factory) -> nn.Module:
         """Return a model of this kind, with `name` in the place of one that is of one's own."""
         parts = [
-            build(each if each in BUILT_IN else name, self.n_inputs, self.n_outputs)
+            Trees.sized(each, self.n_inputs, self.n_outputs)
+            if isinstance(each, str) and _is_trees(each)
+            else build(each if each in BUILT_IN else name, self.n_inputs, self.n_outputs)
             for each in self.mixes or [name]
         ]
         if not self.mixes:
@@ -149,14 +152,29 @@ def save_model(folder: Path, model: nn.Module, name: str, n_inputs: int, n_outpu
     torch.save({key: value.clone().cpu() for key, value in model.state_dict().items()}, buffer)
     with buffer.getbuffer() as body:
         files.write(folder / PARAMETERS, body)
-        about = About(name, n_inputs, n_outputs, files.sha256(body))
-    if isinstance(model, MixedPredictions):
-        mixes = tuple(
-            getattr(part, "saved_as", "linear" if _is_linear(part) else name)
-            for part in model.parts
-        )
-        about = replace(about, mixes=mixes, family=model.family, predictors=len(model.weights))
+        about = replace(about_of(model, name, n_inputs, n_outputs), parameters=files.sha256(body))
     files.write_json(folder / ABOUT, asdict(about))
+
+
+def about_of(model: nn.Module, name: str, n_inputs: int, n_outputs: int) -> About:
+    """Return what a model is, but for its parameters: `made` gives one like it."""
+    about = About(getattr(model, "saved_as", name), n_inputs, n_outputs, "")
+    if not isinstance(model, MixedPredictions):
+        return about
+    mixes = tuple(
+        getattr(part, "saved_as", "linear" if _is_linear(part) else name) for part in model.parts
+    )
+    return replace(about, mixes=mixes, family=model.family, predictors=len(model.weights))
+
+
+def _is_trees(name: str) -> bool:
+    """Say whether a name is that of `Trees` of some size."""
+    return name.startswith("trees:")
+
+
+def _is_built_in(name: str) -> bool:
+    """Say whether a model of this name runs no code of one's own."""
+    return name in BUILT_IN or _is_trees(name)
 
 
 def _is_linear(part: nn.Module) -> bool:
@@ -171,21 +189,21 @@ def load_model(folder: Path, model: str | None = None) -> nn.Module:
     `module.path:factory`, and never taken from the folder.
     """
     about = _about(folder)
-    own_code = [each for each in about.mixes or [about.model] if each not in BUILT_IN]
+    own_code = [each for each in about.mixes or [about.model] if not _is_built_in(each)]
     if model is None and own_code:
         raise ModelError(
             f"the model in {folder} is {own_code[0]!r}, which would run code; if you trust it, name"
             " it: `--model module.path:factory`, or `model=` in Python"
         )
     name = model or about.model
-    data = files.read(folder / PARAMETERS, REMEDY, most=MOST if name in BUILT_IN else files.MOST)
+    data = files.read(folder / PARAMETERS, REMEDY, most=MOST if _is_built_in(name) else files.MOST)
     if files.sha256(data) != about.parameters:
         raise FileError(
             f"{folder / PARAMETERS} is damaged (truncated or altered), or not what {ABOUT}"
             f" describes; {REMEDY}"
         )
     try:
-        if name in BUILT_IN and 2 * (numbers := _n_numbers(about, name)) > len(data):
+        if _is_built_in(name) and 2 * (numbers := _n_numbers(about, name)) > len(data):
             raise ValueError(f"{numbers} numbers do not fit into its {len(data)} bytes")  # noqa: TRY301  # see below
         made = about.made(name)
         made.load_state_dict(tensors_in(data))

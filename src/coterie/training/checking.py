@@ -18,6 +18,8 @@ from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
 from coterie.learners.spec import RunSpec
+from coterie.methods import build
+from coterie.registry import RunFacts
 from coterie.training.algorithm import algorithm_of
 from coterie.training.hooks import as_hook
 from coterie.users.examples import Examples, InMemory, plain_targets
@@ -34,16 +36,26 @@ RULE = optional(
     Check(
         "be a rule such as `coterie.WeightedAveraging(0.5)`, or a method",
         _rule,
-        remedies={type: "give it its knobs: `Rule(…)`", str: "names are for the command line"},
+        remedies={type: "give it its knobs: `Rule(…)`"},
     )
 )
 
 
 def with_rule(spec: RunSpec) -> RunSpec:
     """Return the run with the rule that None stands for, and the settings that the rule needs."""
+    spec = with_named_rule(spec)
     RULE("rule", spec.rule)
     spec = replace(spec, rule=default_rule(spec)) if spec.rule is None else spec
     return algorithm_of(spec.rule).completed(spec)
+
+
+def with_named_rule(spec: RunSpec) -> RunSpec:
+    """Return the run with the rule or method that its name stands for; "auto" is None."""
+    if not isinstance(spec.rule, str):
+        return spec
+    sizes = {peer.name: None if peer.is_stream else len(peer) for peer in spec.peers}
+    facts = RunFacts(0 if spec.me.is_stream else len(spec.me), sizes, spec.steps)
+    return replace(spec, rule=None if spec.rule == "auto" else build(spec.rule, {}, facts))
 
 
 _OF_STEPS = (
@@ -64,12 +76,12 @@ def default_rule(spec: RunSpec) -> AdaptiveAveraging | Mixture:
 
     The closed form where it applies and no step is described.
 
-    Who sets a step size, an optimizer or a number of steps means gradient steps. Peers whose rows
-    are not in this process, or private, are asked for gradients.
+    Who sets a step size, an optimizer or a number of steps means gradient steps. So does an engine
+    whose peers answer no E-steps, private ones for example; that is found out once it is open.
     """
     plain = all(getattr(spec, name) == default for name, default in _UNSET.items())
-    here = spec.engine is InProcess and bool(spec.peers)
-    return Mixture() if plain and here and why_not_linear(spec) is None else AdaptiveAveraging()
+    asks = spec.engine is not InProcess or bool(spec.peers)
+    return Mixture() if plain and asks and why_not_linear(spec) is None else AdaptiveAveraging()
 
 
 def check(spec: RunSpec) -> None:

@@ -121,9 +121,15 @@ class ResumableRun:
         # which it plans by
         divided = {"steps"} if algorithm_of(self.spec.rule).plans_by_steps else set()
         for key, (then, now) in configuration.differences(before, MAY_DIFFER - divided).items():
+            why = "resume with the same settings, or name another folder"
+            if key in divided:
+                why = (
+                    "the rule divides the steps before the first one, so that a run with others is"
+                )
+                why += " another from its start: name another folder"
             raise CheckpointError(
                 f"the checkpoint {path} is of another run: `{key}` was {then!r} and is now {now!r};"
-                " resume with the same settings, or name another folder"
+                f" {why}"
             )
         try:
             self.learner.load_state_dict(state["learner"])

@@ -66,7 +66,8 @@ class RuleOptions:
         Option(
             metavar="NAME",
             help=(
-                "auto: mixture for a linear model where no option says how steps are taken, else"
+                "auto: mixture for linear models and trees where no option says how steps are"
+                " taken, else"
                 " adaptive. mixture: a linear model in closed form; adaptive: weights found from"
                 " the data; pooled: everybody's rows alike; wga: averaging with --alpha; bc: bias"
                 " correction with --alpha and --beta. All rules, described by `coterie list rules`:"
@@ -153,8 +154,14 @@ class FitOptions(StepSettings):
         Path, Option(help="Folder for the model, its preparation, records and checkpoints.")
     ]
     model: Annotated[
-        str, Option(help="linear, mlp, or module.path:factory(n_inputs, n_outputs).")
-    ] = "linear"
+        str,
+        Option(
+            help=(
+                "linear, trees, mlp, or module.path:factory(n_inputs, n_outputs). auto: linear"
+                " models and trees, mixed, where no option says how steps are taken, else linear."
+            )
+        ),
+    ] = "auto"
     metrics: Annotated[
         list[str],
         Option(

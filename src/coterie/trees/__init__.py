@@ -1,0 +1,1 @@
+"""Boosted trees with peers, from sums of histograms, and forests. See docs/trees.md."""

@@ -1,0 +1,435 @@
+"""Boosted trees from sums of histograms: E ensembles at once, one exchange a level of a tree.
+
+User 0's side is a generator: it yields a `Level`, is sent the peers' sums of histograms, and
+returns what was grown. Who drives it decides how peers are asked. Every user has an intercept of
+its own, which it fits itself and tells nobody: trees explain what is left.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from coterie.errors import DataError
+from coterie.mixture.families import Array, Family
+
+MOST_EDGES = 31
+"""Of a column: between so many values at most, at quantiles of user 0's, a tree can split."""
+BOUND = {"softmax": 0.5, "logistic": 0.25, "squared": 1.0}
+"""The curvature of a family's loss is at most this: no step of an intercept goes too far."""
+
+
+class Growth(NamedTuple):
+    """How ensembles grow."""
+
+    trees: int = 50
+    depth: int = 3
+    rate: float = 0.15
+    ridge: float = 1.0  # added to every curvature
+    fewest: float = 5.0  # rows in a leaf, by their weights
+    most_rows: int = 20_000  # of a part, drawn anew for each tree
+    looks: tuple[int, ...] = (6, 12, 25, 50)  # after so many trees an ensemble is a candidate
+    signs: tuple[
+        int, ...
+    ] = ()  # of each column: 1 never falls, -1 never rises, 0 free; () all free
+
+
+class Bins(NamedTuple):
+    """Where columns may be split: at these edges, for missing values, and between user 0 and all others."""
+
+    edges: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, inputs: Array) -> "Bins":
+        """Return edges between the values of user 0's rows, (n, D).
+
+        Example:
+            >>> Bins.of(np.array([[1.0], [2.0], [2.0], [4.0]])).edges
+            (array([1.5, 3. ]),)
+        """
+        edges = []
+        for column in np.asarray(inputs, dtype=np.float64).T:
+            held = column[np.isfinite(column)]
+            values = np.unique(held)
+            if len(values) > MOST_EDGES + 1:
+                values = np.unique(np.quantile(held, np.linspace(0, 1, MOST_EDGES + 1)))
+            edges.append((values[1:] + values[:-1]) / 2)
+        return cls(tuple(edges))
+
+    @property
+    def starts(self) -> Array:
+        """The first bin of each column, of the column of users, and the number of all.
+
+        A column's last bin is for missing values.
+        """
+        return np.cumsum([0, *(len(each) + 2 for each in self.edges), 2])
+
+    def places(self, inputs: Array, *, mine: bool) -> Array:
+        """Return the bin of each value, (n, D + 1): the last column says whose row it is."""
+        starts = self.starts
+        found = np.full((len(inputs), len(self.edges) + 1), starts[-2] + mine, dtype=np.int32)
+        for c, edges in enumerate(self.edges):
+            found[:, c] = starts[c] + np.searchsorted(edges, inputs[:, c], side="left")
+            found[np.isnan(inputs[:, c]), c] = starts[c + 1] - 1
+        return found
+
+
+class Splits(NamedTuple):
+    """Of the M nodes of a level in L trees, (L, M) each: rows at or below `place` go left."""
+
+    column: Array
+    place: Array  # a bin; beyond all where a node is not split: all rows go left
+    missing_left: Array
+
+
+class Tree(NamedTuple):
+    """One tree for each output of each of E ensembles, L in all; of two classes one for the second."""
+
+    levels: tuple[Splits, ...]
+    values: Array  # (L, leaves)
+
+
+class Level(NamedTuple):
+    """What users are asked: histograms of the nodes of the next level."""
+
+    trees: tuple[Tree, ...]  # that are grown
+    levels: tuple[Splits, ...]  # of the one that grows
+
+
+class Part:
+    """Rows of one user or several, in bins, at E ensembles.
+
+    It answers any `Level`: one that goes on from the last by what it has, any other by growing all
+    that went before anew, to the same bits.
+
+    Args:
+        places: of their values, from `Bins.places`.
+        targets: (n, K).
+        owners: of each row, the number of its user in this part.
+        weights: of each row in each ensemble, (n, E); where it is 0 it does not count.
+        family: of the loss.
+        bins: how many there are.
+        growth: how ensembles grow.
+        seed: of the rows that a tree sees, where not all.
+    """
+
+    def __init__(
+        self,
+        places: Array,
+        targets: Array,
+        owners: Array,
+        weights: Array,
+        *,
+        family: Family,
+        bins: Bins,
+        growth: Growth,
+        seed: int = 0,
+    ) -> None:
+        self.places, self.targets, self.owners, self.weights = places, targets, owners, weights
+        self.family, self.growth, self.seed = family, growth, seed
+        n, c = places.shape
+        self.bins, self.total = bins, int(bins.starts[-1])
+        self.missing = np.append(bins.starts[1:-1] - 1, -1)
+        self.hot = csr_array(
+            (np.ones(n * c), places.ravel(), np.arange(0, n * c + 1, c)), shape=(n, self.total)
+        )
+        self.users = int(owners.max(initial=-1)) + 1
+        whose = csr_array((np.ones(n), owners, np.arange(n + 1)), shape=(n, self.users))
+        self.of = whose.T.tocsr()
+        self.grows = outputs_grown(family, targets.shape[1])
+        self.counts = (self.of @ (weights > 0).astype(np.float64))[..., None]
+        self._restart()
+
+    def _restart(self) -> None:
+        shape = (*self.weights.shape, self.targets.shape[1])
+        self.margin, self.trees = np.zeros(shape), tuple[Tree, ...]()
+        self.levels, self.held_at = 0, -1
+        self.intercepts: Array = np.zeros((self.users, *shape[1:]))
+        self._begin()
+
+    def outputs(self) -> Array:
+        """Return the outputs of all ensembles for all rows, (n, E, K)."""
+        return self.margin + self.intercepts[self.owners]
+
+    def answer(self, level: Level) -> Array:
+        """Return the histograms of the nodes of a level, (bins, L, M, 3).
+
+        Of slopes, curvatures and rows.
+        """
+        known = level.trees[: len(self.trees)]
+        same = len(known) == len(self.trees) and all(map(_same, known, self.trees))
+        behind = len(level.trees) == len(self.trees) and len(level.levels) < self.levels
+        if not same or behind:
+            self._restart()
+        for tree in level.trees[len(self.trees) :]:
+            self.grown(tree)
+        while self._histograms() and self.levels < len(level.levels):
+            self._split(level.levels[self.levels])
+        return self.held
+
+    def _histograms(self) -> bool:
+        """Hold the histograms of the present level's nodes; say so."""
+        if self.held_at == self.levels:
+            return True
+        n, e, s = self.channels.shape
+        if self.levels == 0:
+            self.held = self._sums(self.channels[:, :, None])
+        else:  # of the left children; those of the right ones are what is left of their parents
+            nodes = 2**self.levels
+            left = np.zeros((n, e, nodes // 2, s))
+            i, j = np.nonzero((self.node % 2 == 0) & self.counted)
+            left[i, j, self.node[i, j] // 2] = self.channels[i, j]
+            sums = self._sums(left)
+            self.held = np.stack([sums, self.held - sums], 3).reshape(self.total, e, nodes, s)
+        self.held_at = self.levels
+        return True
+
+    def _sums(self, values: Array) -> Array:
+        sums = self.rows_hot.T @ values.reshape(len(values), -1)
+        shaped: Array = np.asarray(sums).reshape((self.total, *values.shape[1:]))
+        return shaped
+
+    def grown(self, tree: Tree) -> None:
+        """Take the step that a tree is, and begin with the next."""
+        for level in tree.levels[self.levels :]:
+            self._split(level)
+        every: Array = self._leaves(tree) if self.drawn is not None else self.node
+        steps = tree.values[np.arange(every.shape[1]), every]
+        self.margin[:, :, self.grows] += steps.reshape(len(steps), -1, len(self.grows))
+        self.trees = (*self.trees, tree)
+        self._begin()
+
+    def _leaves(self, tree: Tree) -> Array:
+        node = np.zeros((len(self.places), len(tree.values)), dtype=np.int64)
+        for splits in tree.levels:
+            node = self._children(node, self.places, splits)
+        return node
+
+    def _begin(self) -> None:
+        """Move every user's intercept by a step, and find slopes and curvatures."""
+        family, used = self.family, (self.weights > 0)[..., None]
+        slope = (family.predict(self.outputs()) - self.targets[:, None]) * used
+        total = (self.of @ slope.reshape(len(slope), -1)).reshape(self.intercepts.shape)
+        bound = self.counts * BOUND[family.name] + 1
+        self.intercepts = self.intercepts - (total + self.intercepts) / bound
+        mean, weights, targets = family.predict(self.outputs()), self.weights, self.targets
+        self.drawn, self.rows_hot, self.rows = None, self.hot, self.places
+        if len(mean) > (most := self.growth.most_rows):
+            random = np.random.default_rng([self.seed, len(self.trees)])
+            self.drawn = np.sort(random.choice(len(mean), most, replace=False))
+            mean, weights, targets = mean[self.drawn], weights[self.drawn], targets[self.drawn]
+            weights = weights * (len(self.places) / most)
+            self.rows_hot, self.rows = self.hot[self.drawn], self.places[self.drawn]
+        slope = (mean - targets[:, None])[..., self.grows] * weights[..., None]
+        curvature = family.curvature(mean)[..., self.grows] * weights[..., None]
+        parts = np.broadcast_arrays(slope, curvature, weights[..., None])
+        self.channels = np.stack(parts, -1).reshape(len(mean), -1, 3)
+        self.counted = self.channels[..., 2] > 0
+        self.node, self.levels = np.zeros(self.counted.shape, dtype=np.int64), 0
+        self.held_at = -1
+
+    def _split(self, splits: Splits) -> None:
+        self.node = self._children(self.node, self.rows, splits)
+        self.levels += 1
+
+    def _children(self, node: Array, rows: Array, splits: Splits) -> Array:
+        e = np.arange(node.shape[1])
+        column = splits.column[e, node]
+        place = np.take_along_axis(rows, column, 1)
+        left = place <= splits.place[e, node]
+        missing = place == self.missing[column]
+        left = np.where(missing, splits.missing_left[e, node], left)
+        children: Array = 2 * node + ~left
+        return children
+
+
+def _same(one: Tree, other: Tree) -> bool:
+    return one is other or (
+        np.array_equal(one.values, other.values)
+        and all(
+            np.array_equal(a, b)
+            for levels in zip(one.levels, other.levels, strict=True)
+            for a, b in zip(*levels, strict=True)
+        )
+    )
+
+
+class Grown(NamedTuple):
+    """What was grown."""
+
+    trees: tuple[Tree, ...]
+    outputs: Array  # (looks, n, E, K): of user 0's rows
+    intercepts: Array  # (looks, E, K): user 0's
+    looks: tuple[int, ...]
+
+
+Growing = Generator[Level, Array | None, Grown]
+
+
+def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
+    """Grow ensembles; yield each `Level`, and be sent sums of the peers' histograms, or None.
+
+    Sums of which a level is made are checked, and are left out where they cannot be.
+    """
+    k = len(own.grows)
+    rate = growth.rate * ((k - 1) / k if own.family.name == "softmax" and k > 1 else 1.0)
+    trees, seen = tuple[Tree, ...](), list[tuple[Array, Array]]()
+    for t in range(growth.trees):
+        levels = tuple[Splits, ...]()
+        for _ in range(growth.depth):
+            asked = Level(trees, levels)
+            sums = own.answer(asked)
+            theirs = yield asked
+            if theirs is not None:
+                sums = sums + theirs
+            splits, left, right = _best(sums, bins, growth)
+            levels = (*levels, splits)
+        sides = np.stack([left, right], 2).reshape(len(left), -1, 3)
+        trees = (*trees, tree := Tree(levels, -rate * _newton(sides, growth.ridge)))
+        own.grown(tree)
+        if t + 1 in growth.looks:
+            seen.append((own.outputs(), own.intercepts[0]))
+    outputs, intercepts = (np.stack(each) for each in zip(*seen, strict=True))
+    return Grown(trees, outputs, intercepts, growth.looks)
+
+
+def outputs_grown(family: Family, outputs: int) -> list[int]:
+    """Return the outputs that have trees: all, and of two classes the second."""
+    return [1] if family.name == "softmax" and outputs == 2 else list(range(outputs))
+
+
+def _newton(sums: Array, ridge: float) -> Array:
+    newton: Array = sums[..., 0] / (np.maximum(sums[..., 1], 0.0) + ridge)
+    return newton
+
+
+def _gain(sums: Array, ridge: float) -> Array:
+    """Return by how much a Newton step lowers the loss, twice."""
+    return sums[..., 0] * _newton(sums, ridge)
+
+
+def _best(sums: Array, bins: Bins, growth: Growth) -> tuple[Splits, Array, Array]:
+    """Return the best split of each node, and the sums on its two sides, (L, M, 3)."""
+    starts, many = bins.starts, len(sums)
+    column_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    running = np.concatenate([np.zeros_like(sums[:1]), np.cumsum(sums, 0)])
+    left = running[1:] - running[starts[:-1]][column_of]
+    whole = running[starts[1]]
+    missing = sums[starts[1:] - 1]  # of each column; the column of users has none
+    missing[-1] = 0.0
+    ways = [left]
+    if missing[..., -1].any():
+        ways.append(left + missing[column_of])
+    gains = []
+    for each in ways:
+        other = whole - each
+        gain = _gain(each, growth.ridge) + _gain(other, growth.ridge)
+        few = (each[..., -1] < growth.fewest) | (other[..., -1] < growth.fewest)
+        gain[few] = -np.inf
+        gain[starts[1:] - 1] = -np.inf  # nothing is beyond a column's last bin
+        gains.append(gain)
+    every = np.concatenate(gains)
+    where = every.argmax(0)
+    parent = _gain(whole, growth.ridge)
+    splits = np.take_along_axis(every, where[None], 0)[0] > parent + 1e-9
+    place, also_missing = where % many, where >= many
+    sides = np.take_along_axis(np.concatenate(ways), where[None, ..., None], 0)[0]
+    sides = np.where(splits[..., None], sides, whole)
+    found = Splits(
+        np.where(splits, column_of[place], len(starts) - 2),
+        np.where(splits, place, many),
+        also_missing | ~splits,
+    )
+    return found, sides, whole - sides
+
+
+def checked(sums: Array, bins: Bins) -> Array:
+    """Return histograms that add up; refuse any others.
+
+    Example:
+        >>> bins = Bins((np.array([0.5]),))
+        >>> sums = np.ones((5, 1, 1, 3)) * np.array([1, 1, 0, 2, 0])[:, None, None, None]
+        >>> checked(sums, bins) is sums
+        True
+        >>> checked(sums * np.array([[[[1, -1, 1]]]]), bins)
+        Traceback (most recent call last):
+            ...
+        coterie.errors.DataError: a histogram has a negative curvature; its user is left out
+    """
+    left = "its user is left out"
+    if not np.isfinite(sums).all():
+        raise DataError(f"a histogram holds numbers that are not finite; {left}")
+    starts = bins.starts
+    totals = np.add.reduceat(sums, starts[:-1], axis=0)
+    size = np.abs(sums).sum(0) + 1e-300
+    if (np.abs(totals - totals[-1:]) > 1e-6 * size).any():
+        raise DataError(f"the columns of a histogram do not add up to the same sums; {left}")
+    for name, part in {"curvature": sums[..., 1], "number of rows": sums[..., 2]}.items():
+        if (part < -1e-6 * size[..., 2]).any():
+            raise DataError(f"a histogram has a negative {name}; {left}")
+    return sums
+
+
+def merged(sums: Array, bins: Bins, cap: float) -> Array:
+    """Return histograms in which a bin has no row, or `cap` rows at least: others join the next.
+
+    A node with fewer rows than that is empty.
+
+    Example:
+        >>> bins = Bins((np.array([0.5, 1.5]),))
+        >>> merged(np.array([1.0, 3, 1, 0, 5, 0]).reshape(6, 1, 1, 1), bins, 2).ravel()
+        array([0., 5., 0., 0., 5., 0.])
+    """
+    out, starts = np.zeros_like(sums), bins.starts
+    for first, end in pairwise(starts):
+        carried, last = np.zeros_like(sums[0]), np.full(sums.shape[1:3], -1)
+        for place in range(first, end):
+            carried = carried + sums[place]
+            full = carried[..., -1] >= cap
+            out[place][full] = carried[full]
+            last[full], carried[full] = place, 0.0
+        e, m = np.nonzero(last >= 0)
+        out[last[e, m], e, m] += carried[e, m]
+    return out
+
+
+def peers_here(
+    bins: Bins,
+    peers: Sequence[tuple[Array, Array]],
+    weights: Array,
+    *,
+    family: Family,
+    growth: Growth,
+    seed: int = 0,
+) -> Callable[[Level], Array | None]:
+    """Return what asks peers whose rows are at hand, all at once.
+
+    Args:
+        bins: where columns may be split.
+        peers: inputs (n, D) and targets (n, K) of each.
+        weights: of each in each ensemble, (N, E).
+        family: of the loss.
+        growth: how ensembles grow.
+        seed: of the rows that a tree sees, where not all.
+    """
+    sizes = [len(x) for x, _ in peers]
+    if not sum(sizes):
+        return lambda _: None
+    owners = np.repeat(np.arange(len(peers)), sizes)
+    inputs, targets = (np.concatenate([one[i] for one in peers]) for i in (0, 1))
+    places = bins.places(inputs, mine=False)
+    settings: dict[str, Any] = {"family": family, "growth": growth, "seed": seed}
+    part = Part(places, targets, owners, weights[owners], bins=bins, **settings)
+    return part.answer
+
+
+def driven(growing: Growing, ask: Callable[[Level], Array | None]) -> Grown:
+    """Return what is grown, by a function that asks the peers."""
+    try:
+        level = next(growing)
+        while True:
+            level = growing.send(ask(level))
+    except StopIteration as end:
+        return cast("Grown", cast("Any", end).value)

@@ -1,0 +1,185 @@
+"""User 0's command while NVFLARE works: jobs that end, sites that come back, and how a run is ended or followed.
+
+NVFLARE is a stand-in here; test_consortium.py has the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.errors import CoterieError, KnobError
+from coterie.federation import supervision
+from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY
+from coterie.federation.supervision import SUBMITTED
+from coterie.federation.watching import LOG
+from coterie.recording import Configuration, Point, Record, UserSummary
+
+
+class Server:
+    """NVFLARE's server: each poll of a job takes the next thing that befalls it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.here = folder, ["a", "b"]
+        self.submitted: list[str] = []
+        self.ended: list[str] = []
+        self.befalls: list[Callable[[], str | None]] = []
+
+    @contextmanager
+    def session(self, kit: Path, wait: float) -> Iterator[Any]:
+        clients = [SimpleNamespace(name=name, last_connect_time=time.time()) for name in self.here]
+        yield SimpleNamespace(
+            get_system_info=lambda: SimpleNamespace(client_info=clients),
+            submit_job=self._submit,
+            get_job_meta=lambda job: {"status": self._next() or "RUNNING"},
+            abort_job=self.ended.append,
+        )
+
+    def _submit(self, job: str) -> str:
+        self.submitted.append(f"job {len(self.submitted) + 1}")
+        return self.submitted[-1]
+
+    def _next(self) -> str | None:
+        return self.befalls.pop(0)()
+
+    def joins(self, name: str) -> str | None:
+        with (self.folder / "server" / LOG).open("a") as log:
+            log.write(f"INFO - Client: New client {name} joined. Sent token: 1. Total clients: 2\n")
+        return None
+
+    def ends(self) -> str | None:
+        (self.folder / RUN / SUMMARY).write_text("it is over")
+        return None
+
+    def dies(self) -> str | None:
+        return "FINISHED:EXECUTION_EXCEPTION"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    there = Server(tmp_path)
+    monkeypatch.setattr(supervision, "session_of", there.session)
+    monkeypatch.setattr(supervision, "SECONDS_BETWEEN_POLLS", 0.0)
+    monkeypatch.setattr(supervision, "SECONDS_TO_RECONNECT", 0.0)
+    (tmp_path / "coterie.toml").write_text('me = "me"\nsites = ["a", "b"]\n')
+    (tmp_path / "server").mkdir()
+    (tmp_path / RUN).mkdir()
+    return there
+
+
+def begins(server: Server) -> str | None:
+    """Let the run have a record, as from its first steps on."""
+    me = UserSummary(name="me", examples=9)
+    made = Configuration(rule="Alone()", me=me, peers={}, steps=20)
+    Record(made, server.folder / RUN / RECORD).add(Point(step=0))
+    return None
+
+
+def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: Server) -> None:
+    said: list[str] = []
+    server.befalls = [
+        lambda: begins(server),
+        *[lambda: server.joins("b"), lambda: None] * 7,  # more often than `attempts`
+        lambda: server.joins("stranger"),
+        server.ends,
+    ]
+    ended = supervision.supervise(server.folder, wait=0.0, show_line=said.append, progress=False)
+    assert ended == "it is over"
+    assert server.submitted == [f"job {k}" for k in range(1, 9)]
+    assert server.ended == server.submitted[:7]
+    assert sum("started anew: b" in line for line in said) == 7
+    assert not (server.folder / SUBMITTED).exists()
+
+
+def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def alone(folder: Path, sites: Any) -> None:
+        server.ends()
+
+    monkeypatch.setattr(supervision, "lead", alone)
+    server.befalls = [server.dies] * 3
+    supervision.supervise(server.folder, attempts=3, show_line=said.append, progress=False)
+    assert len(server.submitted) == 3
+    assert said[-1] == "3 jobs have ended early; going on alone"
+
+
+def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.here = []
+    with pytest.raises(CoterieError, match="0 of 2 sites are connected after 0 s"):
+        supervision.supervise(server.folder, wait=0.0, progress=False)
+    monkeypatch.setattr(supervision, "lead", lambda folder, sites: server.ends())
+    server.here = ["a"]
+
+    def lost() -> str | None:
+        server.here = []
+        return server.dies()
+
+    server.befalls = [lost]
+    said: list[str] = []
+    supervision.supervise(server.folder, wait=0.0, show_line=said.append, progress=False)
+    assert said[-1] == "no site is left; going on alone"
+
+
+def test_a_refused_run_is_told_by_the_command(server: Server) -> None:
+    """The job runs in another process, which leaves a note."""
+
+    def refuses() -> str | None:
+        (server.folder / RUN / REFUSED).write_text("a gives 50 more gradients")
+        return None
+
+    server.befalls = [refuses]
+    with pytest.raises(KnobError, match="a gives 50 more gradients"):
+        supervision.supervise(server.folder, progress=False)
+
+
+@pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP", "stop"])
+def test_who_ends_the_command_ends_the_job_and_is_told_how_to_go_on(
+    by: str, server: Server
+) -> None:
+    """The sites would otherwise go on giving gradients to a run that nobody follows."""
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)]
+
+    def end() -> str | None:
+        if by == "Ctrl-C":
+            raise KeyboardInterrupt
+        if by == "stop":  # from another terminal
+            assert supervision.stop(server.folder)
+        else:
+            os.kill(os.getpid(), getattr(signal, by))
+        return None
+
+    server.befalls = [end, lambda: None, lambda: None]
+    result = CliRunner().invoke(app, ["federate", "run", str(server.folder)])
+    assert result.exit_code == 130
+    assert set(server.ended) == {"job 1"}
+    assert f"coterie federate run {server.folder} --resume" in result.output
+    assert handlers == [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)]
+    result = CliRunner().invoke(app, ["federate", "stop", str(server.folder)])
+    assert "no job runs" in result.output
+
+
+def test_a_job_whose_terminal_is_gone_is_followed_again(server: Server) -> None:
+    result = CliRunner().invoke(app, ["federate", "attach", str(server.folder)])
+    assert "no job of" in result.output
+    (server.folder / SUBMITTED).write_text("job of before")
+    begins(server)
+    server.befalls = [server.dies, server.ends]
+    result = CliRunner().invoke(app, ["federate", "attach", str(server.folder)])
+    assert "job 1 has ended early" in result.output
+    assert "it is over" in result.output
+    assert server.submitted == ["job 1"]
