@@ -3,15 +3,17 @@
 Registered rules, methods and aggregators, and what the benchmark makes of them itself.
 """
 
-from collections.abc import Mapping
+import ast
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from coterie.aggregators import AGGREGATORS
-from coterie.benchmark.settings import PLAIN_RATES, Contender, Knobs, Setting, schedules
+from coterie.benchmark.settings import PLAIN_RATES, RATES, Contender, Knobs, Setting, schedules
 from coterie.benchmark.tools import OURS, TOOLS, Tool
 from coterie.errors import KnobError, did_you_mean
-from coterie.methods import METHODS
+from coterie.methods import METHODS, entry_of
 from coterie.registry import Entry, FromRun
 from coterie.rules import RULES
 
@@ -126,3 +128,41 @@ def _robust(aggregator: Entry[Any]) -> tuple[Setting, ...]:
         for knobs in aggregator.benchmark_settings or ({},)
         for alpha in ALPHAS
     )
+
+
+def swept(name: str, knobs: Sequence[str]) -> list[str | Contender]:
+    """Return a contender for each combination of values of knobs, `NAME=VALUE,VALUE`.
+
+    The name itself where it takes none of them.
+
+    Example:
+        >>> [getattr(each, "name", each) for each in swept("wga", ["alpha=0.1,0.3"])]
+        ['wga(alpha=0.1)', 'wga(alpha=0.3)']
+        >>> swept("alone", ["alpha=0.1"])
+        ['alone']
+    """
+    if name not in (*RULES, *METHODS):
+        return [name]
+    entry, choices = entry_of(name), []
+    for pair in knobs:
+        knob, equals, values = pair.partition("=")
+        if not equals:
+            raise KnobError(f"`knob` must be NAME=VALUE,VALUE, got {pair!r}")
+        if knob in entry.parameters:
+            choices.append([(knob, value.strip()) for value in values.split(",")])
+    if not choices:
+        return [name]
+    swept_over: list[str | Contender] = []
+    for chosen in itertools.product(*choices):
+        text = ", ".join(f"{knob}={value}" for knob, value in chosen)
+        make = Knobs(entry, {knob: _literal(value) for knob, value in chosen})
+        rates = RATES if name in RULES else PLAIN_RATES
+        swept_over.append(Contender(f"{name}({text})", (Setting(make, lrs=rates),)))
+    return swept_over
+
+
+def _literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text

@@ -1,8 +1,10 @@
 """The benchmark's results as files: the rows, the summary, and a page with tables and figures."""
 
 import inspect
+import io
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def write_results(store: Store, out: Path) -> "pd.DataFrame":
-    """Write `results.parquet`, `results.json` and `index.html` from all cells in the store.
+    """Write `results.parquet`, `results.json`, `index.html`, tables and figures from all cells.
 
-    Return the rows.
+    Return the rows. Tables are CSV, Markdown and LaTeX, and figures PDF and SVG.
     """
     frame = table(store.rows())
     files.write(out / "results.parquet", frame.to_parquet(index=False))
@@ -44,7 +46,74 @@ def write_results(store: Store, out: Path) -> "pd.DataFrame":
     }
     files.write_json(out / "results.json", {"settings": store.settings} | plain)
     _write_page(out / "index.html", store, parts["summary"], parts["overall"], parts["conditions"])
+    _write_for_papers(out, parts)
     return frame
+
+
+def _write_for_papers(out: Path, parts: Mapping[str, "pd.DataFrame"]) -> None:
+    """Write every table as CSV, Markdown and LaTeX, and every figure as PDF and SVG."""
+    import pandas as pd
+
+    tables = {"methods": in_short(parts["overall"]), "differences": over_sets(parts["conditions"])}
+    for condition, part in parts["summary"].groupby("condition", sort=False):
+        tables[str(condition)] = _by_place(part)
+        for i, figure in enumerate(_figures(part)):
+            for kind, about in (("pdf", {"CreationDate": None}), ("svg", {"Date": None})):
+                buffer = io.BytesIO()
+                figure.savefig(buffer, format=kind, bbox_inches="tight", metadata=about)
+                files.write(out / "figures" / f"{condition}-{i + 1}.{kind}", buffer.getvalue())
+    for name, rows in tables.items():
+        frame = pd.DataFrame(rows)
+        texts = {"csv": frame.to_csv(index=False), "md": markdown(rows), "tex": latex(rows)}
+        for kind, text in texts.items():
+            files.write(out / "tables" / f"{name}.{kind}", text.encode())
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table in Markdown.
+
+    Example:
+        >>> print(markdown([{"method": "wga", "gain": "+0.1"}]))
+        | method | gain |
+        |---|---|
+        | wga | +0.1 |
+        <BLANKLINE>
+    """
+    lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)] if rows else []
+    told = ["| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines]
+    told[1:1] = ["|" + "---|" * len(rows[0])] if rows else []
+    return "\n".join([*told, ""])
+
+
+def latex(rows: Sequence[Mapping[str, Any]]) -> str:
+    r"""Return a table in LaTeX, for the package `booktabs`.
+
+    Example:
+        >>> print(latex([{"method": "a_b", "gain": "+0.1 ± 0.02"}]))
+        \begin{tabular}{lr}
+        \toprule
+        method & gain \\
+        \midrule
+        a\_b & +0.1 $\pm$ 0.02 \\
+        \bottomrule
+        \end{tabular}
+        <BLANKLINE>
+    """
+    lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)] if rows else []
+    told = [" & ".join(_tex(cell) for cell in line) + r" \\" for line in lines]
+    told[1:1] = [r"\midrule"]
+    columns = "l" + "r" * (len(lines[0]) - 1) if lines else "l"
+    head = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    return "\n".join([*head, *told, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _tex(cell: object) -> str:
+    text = str(cell).replace("\\", r"\textbackslash ")
+    for sign in "&%$#_{}":
+        text = text.replace(sign, f"\\{sign}")
+    for sign, said in {"±": r"$\pm$", "−": "$-$", "~": r"\textasciitilde{}", "^": r"\^{}"}.items():
+        text = text.replace(sign, said)
+    return text
 
 
 def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typer import Option
 from coterie import benchmark
 from coterie.benchmark import SETS, Cell, Selection, Store
 from coterie.benchmark.conditions import CONDITIONS
-from coterie.benchmark.methods import DEFAULT
+from coterie.benchmark.methods import DEFAULT, swept
 from coterie.benchmark.methods import names as all_methods
 from coterie.cli import terminal
 from coterie.cli.terminal import bar, rich_table
@@ -46,6 +46,16 @@ def bench(
         int, Option(help="How often each is repeated, with other examples and peers.")
     ] = 1,
     steps: Annotated[int, Option(help="Steps of each run.")] = 60,
+    knob: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME=VALUE,VALUE",
+            help=(
+                "Compare values of a knob: each method that takes it becomes one for each value;"
+                " repeat it for another knob."
+            ),
+        ),
+    ] = None,
     jobs: Annotated[
         int | None, Option(min=1, help="Processes; as many as there are cores if left out.")
     ] = None,
@@ -67,8 +77,9 @@ def bench(
     console = terminal.console()
     chosen = _names(sets) or _sets_at_hand(data)
     compared = all_methods() if methods == "all" else _names(methods) or DEFAULT
+    contenders = [each for name in compared for each in swept(name, knob or [])]
     under = _names(conditions) or tuple(CONDITIONS)
-    selection = benchmark.Selection(chosen, compared, under, _names(models), users, seeds)
+    selection = benchmark.Selection(chosen, contenders, under, _names(models), users, seeds)
     cells = list(selection.cells(data))
     if not cells:
         raise KnobError(
@@ -81,6 +92,7 @@ def bench(
             frame = benchmark.write_results(store, out)
             places = "Methods over all sets and conditions, compared with the best Alone"
             console.print(rich_table(places, benchmark.in_short(benchmark.overall(frame))))
+            console.print(f"For a paper: tables and figures in {out}", soft_wrap=True)
             console.print(
                 f"By set, condition and user: index.html, results.json, results.parquet in {out}"
             )

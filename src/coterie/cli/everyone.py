@@ -35,6 +35,8 @@ def for_everyone(
     rank = None if where.engine == "in-process" else Address.told().rank
     data = table.data if rank is None else rank_file(table.data, rank)
     everyone = ALL not in users_in(data, table.user_column, table)
+    if everyone and where.attack:
+        raise KnobError("`--attack` is for the peers of one user; name one in `--me`")
     if everyone and rule.tau:
         raise KnobError("`--tau` weighs the peers of one user; leave it out, or name one in `--me`")
     if everyone and how.repeats > 1:

@@ -68,7 +68,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         return None
     task, peers, changed = users
     settings, chosen = (
-        how.settings() | changed,
+        how.settings() | changed | where.attacked(),
         rule.build(RunFacts(len(task.me), peers, how.steps)),
     )
     settings["lr"] = step_size(chosen, how.lr)
@@ -110,7 +110,8 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    here, plain = where.engine == "in-process", not (weighted or where.secure_sums)
+    here, attacked = where.engine == "in-process", where.attack is not None
+    plain = not (weighted or where.secure_sums or attacked)
     kinds: dict[str, list[str]] = {"auto": [], "linear": []}
     if here:
         kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}

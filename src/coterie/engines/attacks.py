@@ -5,7 +5,7 @@ attackers' rows. `Attacked` lets some peers of an engine send them, so that any 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.engine import Capabilities, Engine
+from coterie.engines.in_process.engine import InProcess
 from coterie.errors import DataError, KnobError, did_you_mean
 from coterie.gradients.gradients import Gradients, keep_finite
 from coterie.recording.configuration import describe
@@ -259,6 +260,45 @@ class Attacked:
     def close(self) -> None:
         """Close the engine under attack."""
         self.engine.close()
+
+
+ATTACKS: Mapping[str, Callable[[], Attack]] = {
+    "sign-flip": sign_flip,
+    "inner-product": inner_product,
+    "scaled": Scaled,
+    "little-is-enough": LittleIsEnough,
+    "mimic": Mimic,
+    "alternating-drift": AlternatingDrift,
+}
+"""Attacks by name, as the command line takes them."""
+
+
+def under_attack(attack: str, attackers: int) -> Callable[..., Attacked]:
+    """Return what makes the engine of a run in this process whose first peers attack.
+
+    Example:
+        >>> import coterie
+        >>> me, a, b = (User(name, [[1.0]], [[1.0]]) for name in ("me", "a", "b"))
+        >>> engine = under_attack("sign-flip", 1)
+        >>> run = coterie.train(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, me, [a, b], "wga",
+        ...     engine=engine, steps=2, measure=False)
+        >>> run.record.configuration.engine["attackers"]
+        ['a']
+    """
+    if attack not in ATTACKS:
+        hint = did_you_mean(attack, ATTACKS)
+        raise KnobError(f"unknown attack {attack!r}; the attacks are {', '.join(ATTACKS)}{hint}")
+
+    def make(*about: Any, **settings: Any) -> Attacked:
+        engine = InProcess(*about, **settings)
+        if not 1 <= attackers <= len(engine.names):
+            raise KnobError(
+                f"`attackers` must be from 1 to {len(engine.names)}, the number of peers, got"
+                f" {attackers}"
+            )
+        return Attacked(engine, engine.names[:attackers], ATTACKS[attack]())
+
+    return make
 
 
 def _repeated(row: Tensor, n: int) -> Tensor:

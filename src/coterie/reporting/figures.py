@@ -22,8 +22,8 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (1, 1)))
 """A second mark beside the colour, for copies in grey."""
 
-MARKS = ("o", "s", "^")
-"""A mark for every turn of the palette."""
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
+"""Marks that tell twelve things apart without colours."""
 
 
 def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
@@ -89,7 +89,7 @@ def differences(
         drawn = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
         places = [row + 0.8 * (i + 0.5) / len(methods) - 0.4 for row, _ in drawn]
         middle, error = np.array([pair for _, pair in drawn]).T
-        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i // len(COLOURS) % len(MARKS)]
+        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
         axes.errorbar(
             middle,
             places,

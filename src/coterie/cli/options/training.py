@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from coterie.arguments import settings_of
+from coterie.cli.options.groups import check_effect
 from coterie.cli.options.registered import knobs_of, once
 from coterie.data.table import TableSettings
+from coterie.engines.attacks import ATTACKS, under_attack
 from coterie.engines.processes.engine import Mutual, TorchDistributed
 from coterie.engines.processes.processes import Processes
 from coterie.errors import KnobError
@@ -249,6 +251,13 @@ class EngineOptions:
         float | None,
         Option(help="torch: seconds after which a silent process is lost.", show_default="120"),
     ] = None
+    attack: Annotated[
+        str | None,
+        Option(help=f"For research: let peers send what an attack says: {', '.join(ATTACKS)}."),
+    ] = None
+    attackers: Annotated[
+        int, Option(min=1, help="How many peers attack, the first of the table.")
+    ] = 1
 
     def __post_init__(self) -> None:
         options: dict[str, Any] = {
@@ -259,6 +268,14 @@ class EngineOptions:
         given = [f"`--{name}`" for name, value in options.items() if value]
         if self.engine != "torch" and given:
             raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
+        if self.attack is None:
+            check_effect(self, ("attackers",), "--attack")
+        elif self.engine == "torch":
+            raise KnobError("`--attack` is for peers in this process; leave out `--engine`")
+
+    def attacked(self) -> dict[str, Any]:
+        """Return the engine of a run under attack, as `train` takes it; nothing where none is."""
+        return {"engine": under_attack(self.attack, self.attackers)} if self.attack else {}
 
     def over(self, processes: Processes, *, everyone: bool) -> Any:
         """Return what makes the engine of a run, over processes of which one trains, or all do."""
