@@ -93,7 +93,7 @@ def table(
             good = "as good" if change.mean() >= -error else ""
             exchanges = gradients // (each[0] * each[1])
             if rule == "adaptive":  # which also asks where it judges, and at the fork
-                exchanges = Schedule.of(gradients).exchanges(each[0])
+                exchanges = sum(Schedule.of(gradients).exchanges(each[0]))
             print(
                 f"| {name}, {rule} | {each[0]} | {each[1]} | {exchanges} | {rates[each]:g} | "
                 f"{accuracy.mean():.3f} | {change.mean():+.4f} ± {error:.4f} | {good} |",

@@ -61,7 +61,7 @@ class Sketched(coterie.InProcess):
 def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     """Return the weights after the first half of the steps, the mean over trunks."""
     costs = Costs(dict.fromkeys([spec.me.name, *engine.names], spec.batch_size))
-    made = coterie.AdaptiveAveraging().learner(spec, engine, costs, guarded=False)
+    made = coterie.AdaptiveAveraging().learner(spec, engine, costs)
     assert isinstance(made, AdaptiveLearner)
     while made.step < made.half:
         made.next_step().take()

@@ -32,7 +32,7 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.training.loop import TrainingLoop
 
 SOURCE = Path(coterie.__file__).parent
-PLAIN, JUDGING, FIRST = 3, 8, 0
+PLAIN, JUDGING, FIRST = 9, 8, 0
 """Steps of a run of 200: an ordinary one, one that asks each peer by itself, and one that also evaluates."""
 
 

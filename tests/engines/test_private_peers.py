@@ -119,6 +119,12 @@ def test_who_has_spent_all_is_left_out_and_has_promised_all_the_same(
     }
 
 
+def test_what_was_promised_is_told_where_no_gradient_was_left_to_ask_for() -> None:
+    """As after a run that was taken up again at its last step."""
+    fresh = engine({"a": Privacy(9.0, DELTA, 1.0, 4.0)})
+    assert fresh.promises() == {"a": {"epsilon": 9.0, "delta": DELTA, "clip": 1.0, "spent": 0.0}}
+
+
 def test_peers_without_a_promise_answer_as_in_process() -> None:
     mixed = engine({"a": Privacy(9.0, DELTA, 1.0, 4.0)})
     x = torch.zeros(WIDTH + 1)

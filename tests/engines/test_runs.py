@@ -46,7 +46,7 @@ RULES: dict[str, Rule] = {
     "oracle": coterie.OracleCorrection(0.7, bias=lambda x: 0.1 * x),
     "stream": StreamAveraging(horizon=12),
     "adaptive": coterie.AdaptiveAveraging(),
-    "adaptive, one trunk": coterie.AdaptiveAveraging(budget=3),
+    "adaptive, single": coterie.AdaptiveAveraging(single=True),
 }
 
 

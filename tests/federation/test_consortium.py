@@ -350,8 +350,8 @@ def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_die
     tmp_path: Path, example: ModuleType
 ) -> None:
     """A site, the server and user 0's worker are stopped for a while, and a site's worker is killed."""
-    folder, epsilon = tmp_path / "trial", 12.0
-    options = ["--rule", "wga", "--own-examples", "40", "--steps", "120", "--timeout", "5"]
+    folder, epsilon = tmp_path / "trial", 30.0
+    options = ["--rule", "wga", "--own-examples", "40", "--steps", "600", "--timeout", "5"]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
     promise = f"[privacy]\nepsilon = {epsilon}\ndelta = 1e-3\nclip = 1.0\nnoise = 4.0\n"
     for site in sites:
@@ -362,17 +362,17 @@ def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_die
         example.started(*example.commands(folder, sites)) as (server, site, *_),
         example.started([*example.COTERIE, "run", str(folder)]) as (run,),
     ):
-        until(lambda: steps_done(folder) >= 20, "step 20", 240)
+        until(lambda: steps_done(folder) >= 20, "step 20", 400)
         roles = [server.children(recursive=True)[-1], site.children(recursive=True)[-1], server]
         for k, role in enumerate(roles, 1):
             role.send_signal(signal.SIGSTOP)
             time.sleep(3)
             role.send_signal(signal.SIGCONT)
-            until(lambda k=k: steps_done(folder) >= 20 * (k + 1), "going on", 240)  # type: ignore[misc]
+            until(lambda k=k: steps_done(folder) >= 20 + 100 * k, "going on", 240)  # type: ignore[misc]
         site.children(recursive=True)[-1].kill()
         assert run.wait(timeout=400) == 0
     end = end_of(folder)
-    assert end.step == 120
+    assert end.step == 600
     for name in sites:
         lines = (folder / "sites" / name / "requests.jsonl").read_text().splitlines()
         spent = Counter[Event]()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import coterie
+from coterie.errors import KnobError
 from coterie.mixture.contributions import contributions, linear_contributions
 from coterie.mixture.families import SQUARED, Array
 
@@ -65,3 +69,39 @@ def test_peers_alike_come_before_strangers_and_liars() -> None:
         value = {name: one.shapley.value for name, one in found.items()}
         right += min(value["copy 1"], value["copy 2"]) > max(value["stranger"], value["liar"])
     assert right >= 6
+
+
+def test_a_run_and_everybodys_runs_tell_what_peers_contribute() -> None:
+    """By name and by group, as `linear_contributions` of the same rows; rows are who takes, columns who gives."""
+    random = torch.Generator().manual_seed(0)
+    truth = {"me": 1.0, "alike": 1.0, "stranger": -1.0}
+    users = []
+    for name, w in truth.items():
+        inputs = torch.randn(12 if name == "me" else 60, 4, generator=random)
+        noise = torch.randn(len(inputs), 1, generator=random)
+        users.append(coterie.User(name, inputs, w * inputs.sum(1, keepdim=True) + noise))
+    loss, model = torch.nn.functional.mse_loss, torch.nn.Linear(4, 1)
+    run = coterie.train(model, loss, users[0], users[1:], coterie.Mixture(), measure=False)
+    found = run.contributions(permutations=4)
+    rows: dict[str, Any] = {
+        user.name: tuple(part.double().numpy() for part in user.examples.take(torch.arange(n)))
+        for user, n in zip(users, (12, 60, 60), strict=True)
+    }
+    peers: dict[str, Any] = {name: rows[name] for name in ("alike", "stranger")}
+    own_x, own_y = rows["me"]
+    assert found == linear_contributions(own_x, own_y, peers, SQUARED, permutations=4)
+    assert found["alike"].shapley.value > max(0.0, found["stranger"].shapley.value)
+    both = run.contributions({"all": ["alike", "stranger"]}, permutations=2)["all"]
+    total = sum(one.shapley.value for one in found.values())
+    assert both.leave_one_out.value == pytest.approx(total)
+    with pytest.raises(KnobError, match="`groups` names 'nobody'"):
+        run.contributions({"some": ["nobody"]})
+    runs = coterie.train_everyone(model, loss, users, coterie.Mixture())
+    given = runs.contributions(permutations=4)
+    assert float(given["alike"]["me"]) > 0
+    assert float(given["me"]["me"]) == 0
+    alone = coterie.train(model, loss, users[0], [], coterie.Alone(), steps=1, measure=False)
+    with pytest.raises(KnobError, match="peers' rows are elsewhere"):
+        alone.contributions()
+    low, high = found["alike"].shapley.interval
+    assert low < found["alike"].shapley.value < high

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie.recording import Comparison, Configuration, Difference, End, GuardDecision
-from coterie.reporting.verdict import Verdict, chance, verdict
+from coterie.reporting.verdict import Verdict, chance, serves_alone, verdict
 from coterie.reporting.whom import listened_to
 
 ASKED = configuration(rule="WeightedAveraging(alpha=0.5)")
@@ -112,11 +112,12 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
         "me gets the model trained without peers: on 6 validation examples the collaborative model was not better "
         "(loss +0.50 ± 0.10).",
     )
-    assert verdict(ASKED, end(account={"path": "alone"})).finding == "alone"
-    early = verdict(ASKED, end(account={"path": "alone", "looks": {"alone": {}}}, stopped="Ctrl-C"))
-    assert early.sentence.endswith(
-        "the run was stopped by Ctrl-C before the collaborative model was judged."
-    )
+    board = {"served": {"weight": 1.0}, "alone": {"weight": 1.0}}
+    early = verdict(ASKED, end(account={"leaderboard": board}))
+    assert early.finding == "alone"
+    assert early.sentence.endswith("no model that followed peers was judged.")
+    followed = board | {"alone": {"weight": 0.4}, "pooled": {"weight": 0.6}}
+    assert not serves_alone(end(account={"leaderboard": followed}))
     nobody = configuration(rule="WeightedAveraging(alpha='auto')", choice={"alpha": 0.0, "tau": {}})
     assert (
         verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding
@@ -148,7 +149,7 @@ def test_an_untrained_model_is_not_served_without_a_word() -> None:
         "steps": 8,
         "progress": False,
     }  # the loss grows in every step
-    for rule in (coterie.AdaptiveAveraging(), coterie.Alone(), coterie.WeightedAveraging(0.5)):
+    for rule in (coterie.Alone(), coterie.WeightedAveraging(0.5)):
         model = nn.Linear(20, 1).double()
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
         assert all(map(torch.equal, run.model.parameters(), model.parameters()))

@@ -277,8 +277,8 @@ KNOBS: dict[str, Callable[[], object]] = {
     "tau beyond 1": lambda: coterie.WeightedAveraging(0.5, {"a": 2.0}),
     "aggregator a text": lambda: coterie.WeightedAveraging(0.5, aggregator="median"),  # type: ignore[arg-type]
     "aggregator a class": lambda: coterie.WeightedAveraging(0.5, aggregator=aggregators.Mean),  # type: ignore[arg-type]
-    "budget": lambda: coterie.AdaptiveAveraging(1.0),
-    "budget a text": lambda: coterie.AdaptiveAveraging("much"),  # type: ignore[arg-type]
+    "rates": lambda: coterie.AdaptiveAveraging(rates=(-1.0,)),
+    "rates a text": lambda: coterie.AdaptiveAveraging(rates="much"),  # type: ignore[arg-type]
     "trimmed": lambda: aggregators.TrimmedMean(1.5),  # type: ignore[arg-type]
     "radius a text": lambda: aggregators.CentredClipping("1"),  # type: ignore[arg-type]
     "tolerance": lambda: aggregators.GeometricMedian(2.0),

@@ -78,12 +78,18 @@ def parameters(run: Run) -> torch.Tensor:
 
 
 def assert_same(one_by_one: Run, captured: Run, device: str) -> None:
-    """On a CPU to the bit; on a GPU optimizers that count steps there round otherwise."""
-    error = 0.0 if device == "cpu" else 1e-4
+    """On a CPU to the bit; on a GPU optimizers that count steps there round otherwise.
+
+    Captured, adaptive averaging passes over peers of no weight too, which may group its points
+    otherwise.
+    """
+    adaptive = one_by_one.record.configuration.rule.startswith("AdaptiveAveraging")
+    error = (1e-5 if adaptive else 0.0) if device == "cpu" else 1e-4
     torch.testing.assert_close(parameters(captured), parameters(one_by_one), atol=error, rtol=error)
     assert captured.step == one_by_one.step
     assert captured.record.configuration.capture != one_by_one.record.configuration.capture == "off"
-    for key in ("costs", "left_out", "tau", "best_step"):
+    assert captured.record.end.tau == pytest.approx(one_by_one.record.end.tau, abs=error)
+    for key in ("costs", "left_out", "best_step"):
         assert getattr(captured.record.end, key) == getattr(one_by_one.record.end, key), key
     assert {k: v for k, v in captured.state.items() if not isinstance(v, torch.Tensor)} == {
         k: v for k, v in one_by_one.state.items() if not isinstance(v, torch.Tensor)
@@ -100,7 +106,7 @@ RULES: dict[str, AnyRule] = {
     "as in the paper": BiasCorrection(0.6, 0.02, start="zero", warm_up=False, correction=0.5),
     "both functions": BiasCorrection(lambda step: 1 / (2 + step), lambda step: 1 / (1 + step)),
     "adaptive": coterie.AdaptiveAveraging(),
-    "adaptive, one trunk": coterie.AdaptiveAveraging(budget=3),
+    "adaptive, three step sizes": coterie.AdaptiveAveraging(rates=(0.5, 1.0, 2.0)),
 }
 
 

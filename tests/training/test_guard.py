@@ -148,9 +148,7 @@ def test_it_is_on_with_any_validation_examples_and_says_so(me: coterie.User) -> 
     assert said(few) == "held-out: 1 validation examples"
     assert said(me) == "held-out: 150 validation examples"
     assert said(none) == "off: no validation examples"
-    assert said(none, rule=coterie.AdaptiveAveraging()).endswith(
-        "own examples held out in turn instead"
-    )
+    assert said(none, rule=coterie.AdaptiveAveraging()).endswith("own examples held out in turn")
     assert said(me, guard="off") == said(me, rule=coterie.Alone()) == "off"
 
 

@@ -65,7 +65,7 @@ class Algorithm(ABC):
     counts: Literal["steps", "rounds"] = "steps"
     """What is counted; in a round users take steps of their own."""
     guards_itself: bool = False
-    """Whether its learner trains a model alone beside, and serves that where it is better."""
+    """Whether its learner judges models trained alone beside the others, and needs no guard."""
     plans_by_steps: bool = False
     """Whether a run of more steps is another run from its first step on."""
     needs_rows: bool = True
@@ -109,11 +109,8 @@ class Algorithm(ABC):
         return math.ceil(settings.steps / settings.exchange_every) * settings.local_steps
 
     @abstractmethod
-    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
-        """Return the learner of a run that is prepared.
-
-        Under a guard it may serve the model trained alone.
-        """
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs) -> Learner:
+        """Return the learner of a run that is prepared."""
 
 
 def check_local_steps(spec: RunSpec) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
@@ -27,6 +26,7 @@ from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import FOLDS, Candidates
+from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
 from coterie.mixture.mixing import Entry
@@ -84,6 +84,7 @@ class Mixture(Algorithm):
         single: serve the best candidate in the place of the mixture.
         trees: take boosted trees and a forest as further candidates, or as the only ones. What is
             served is then a module that mixes predictions. See docs/trees.md.
+        rates: as in `AdaptiveAveraging`, which serves where the model is not linear.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -104,6 +105,7 @@ class Mixture(Algorithm):
 
     single: bool = False
     trees: Literal[True, False, "only"] = False
+    rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.trees not in {True, False, "only"}:
@@ -115,12 +117,18 @@ class Mixture(Algorithm):
     def completed(self, spec: RunSpec) -> RunSpec:
         """Return the run with one step, in which all is done; refuse local steps."""
         check_local_steps(spec)
-        return replace(spec, steps=1) if self.fallback(spec) is None else spec
+        other = self.fallback(spec)
+        if other is None:
+            return replace(spec, steps=1)
+        if not isinstance(other.rule, Algorithm):
+            return spec
+        spec = other.rule.completed(spec)
+        return replace(spec, rule=replace(self, rates=getattr(spec.rule, "rates", None)))
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse what `AdaptiveAveraging` refuses where it serves, since a peer answers no E-step."""
         if engine.capabilities.no_e_steps:
-            AdaptiveAveraging().check(spec, engine)
+            self._by_steps().check(spec, engine)
 
     def choose(
         self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
@@ -135,11 +143,17 @@ class Mixture(Algorithm):
     def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
         if not why:
             return None
-        gradients = AdaptiveAveraging()
+        gradients = self._by_steps()
         other = gradients.fallback(spec) or Choice(gradients, {})
         return Choice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
+
+    def _by_steps(self) -> Algorithm:
+        """Return what takes gradient steps; it mixes its candidates as this does."""
+        from coterie.choosing.adaptive.adaptive_averaging import AdaptiveAveraging
+
+        return AdaptiveAveraging(self.single, self.rates)
 
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
         """Return as how many gradients the E-steps of a fit count, at most."""
@@ -151,8 +165,6 @@ class Mixture(Algorithm):
         spec: RunSpec,
         engine: Engine,
         costs: Costs,
-        *,
-        guarded: bool,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
         return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
@@ -234,6 +246,33 @@ def _fits(examples: Examples, layer: nn.Linear, family: Family) -> bool:
             ((targets >= 0) & (targets < k)).all()
         )
     return inputs[:1].numel() == layer.in_features and targets.numel() == n * k
+
+
+def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
+    """Return inputs (n, D) and targets (n, K) of examples."""
+    inputs, targets = examples.take(torch.arange(len(examples)))
+    flat = inputs.detach().cpu().double().flatten(1).numpy()
+    return flat, family.targets(targets.detach().cpu().numpy(), outputs)
+
+
+def contributions_to(
+    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
+) -> dict[str, Contribution]:
+    """Return what peers contribute to user 0's closed form; see `Run.contributions`."""
+    why, layer, family = why_not_linear(spec), linear_of(spec.model), family_of(spec.loss)
+    why = why or ("peers' rows are elsewhere" if not spec.peers else None)
+    if why is not None or layer is None or family is None:
+        raise KnobError(
+            f"contributions are those to a linear model whose peers' rows are here, and {why}; give"
+            " `coterie.mixture.contributions.contributions` the losses of each coalition"
+        )
+    k, names = layer.out_features, [peer.name for peer in spec.peers]
+    if unknown := {name for group in (groups or {}).values() for name in group} - set(names):
+        raise KnobError(f"`groups` names {min(unknown)!r}, and the peers are {', '.join(names)}")
+    own, *others = (numbers_of(user.examples, family, k) for user in (spec.me, *spec.peers))
+    how: dict[str, Any] = {"intercept": layer.bias is not None, "groups": groups}
+    rows = dict(zip(names, others, strict=True))
+    return linear_contributions(*own, rows, family, k, permutations=permutations, **how)
 
 
 class ClosedForm(Learner):
@@ -334,10 +373,7 @@ class ClosedForm(Learner):
         return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
-        """Return inputs (n, D) and targets (n, K) of examples."""
-        inputs, targets = examples.take(torch.arange(len(examples)))
-        flat = inputs.detach().cpu().double().flatten(1).numpy()
-        return flat, self.family.targets(targets.detach().cpu().numpy(), self.layer.out_features)
+        return numbers_of(examples, self.family, self.layer.out_features)
 
     def _take(self, fitted: Fitted) -> None:
         """Give the model the parameters that are served."""
@@ -403,8 +439,9 @@ def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, An
         "constant": fitted.is_constant,
         "tau": {name: weight for name, weight in tau.items() if weight},
         "folds": fitted.folds,
-        "exchanges": fitted.exchanges,
     }
+    if fitted.exchanges:  # of the closed form
+        account["exchanges"] = fitted.exchanges
     if n >= FEWEST:
         account |= {
             "out_of_fold": float(fitted.served.losses.mean()),
@@ -416,13 +453,14 @@ def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, An
 
 def _sentence(fitted: Fitted) -> str:
     """Say what is served."""
-    guess, served = fitted.entries["constant"].losses.mean(), fitted.served.losses.mean()
+    served, constant = fitted.served.losses.mean(), fitted.entries.get("constant")
+    guess = math.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
             "a constant is served: nothing was better than it on the own examples (loss"
             f" {guess:.4g})"
         )
-    told = "" if served < guess else f"; a constant is no worse (loss {guess:.4g})"
+    told = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(
         f"{kind} {one.weight:.0%}" for kind, one in fitted.entries.items() if one.weight >= 0.005
     )

@@ -52,11 +52,10 @@ def for_everyone(
 def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     """Train a model for each user of the table, and say who gains."""
     from coterie.tables.everyone import fit_everyone
-    from coterie.tables.fit import LR
 
     columns = {name: value for name, value in table.settings().items() if name != "me"}
     users, console = users_from_table(seed=how.seed, **columns), terminal.console()
-    settings = how.settings() | {"lr": LR if how.lr is None else how.lr}
+    settings = how.settings()
     try:
         runs = fit_everyone(users, rule.build, user_column=table.user_column, **settings)
     except KeyboardInterrupt:  # pressed twice

@@ -194,7 +194,6 @@ def init(
     from coterie.federation.lead import rule_of
     from coterie.federation.provisioning import Consortium
     from coterie.federation.settings import NO_SUMS, Data, LeadSettings, Model, Training
-    from coterie.tables.fit import step_size
 
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
@@ -209,9 +208,7 @@ def init(
         **table.form,
     )
     settings = LeadSettings(who.me, tuple(who.site), own, Model(run.model), training)
-    # what cannot be built is told now
-    training = replace(training, lr=step_size(rule_of(settings), training.lr))
-    settings = replace(settings, training=training)
+    rule_of(settings)  # what cannot be built is told now
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
     consortium = Consortium(
         who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone

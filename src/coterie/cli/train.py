@@ -51,7 +51,7 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
     """
     import torch
 
-    from coterie.tables.fit import fit, step_size
+    from coterie.tables.fit import fit
 
     torch.set_num_threads(how.threads)
     if rule.rule == "alone" and how.exchange_every > 1:
@@ -71,7 +71,6 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         how.settings() | changed | where.attacked(),
         rule.build(RunFacts(len(task.me), peers, how.steps)),
     )
-    settings["lr"] = step_size(chosen, how.lr)
     settings["again"] = [
         functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)
     ]

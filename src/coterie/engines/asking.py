@@ -31,11 +31,11 @@ from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
 from coterie.engines.sketch import Sketch, sketch_key
-from coterie.evaluation.evaluate import example_losses
+from coterie.evaluation.evaluate import example_losses, outputs_on, whole_of
 from coterie.gradients.gradients import finite_rows, is_finite
 from coterie.gradients.parameters import Parameters, copied
 from coterie.users.examples import Examples, FromDataset, InMemory
-from coterie.users.trees import mapped
+from coterie.users.trees import Tree, mapped
 from coterie.users.user import Loss, User
 
 
@@ -292,6 +292,21 @@ class GradientsAtPoints:
             by_point.append(example_losses(self._model, self.user.loss, examples))
         return torch.stack(by_point)
 
+    def outputs(self, points: Tensor, examples: Examples) -> Tensor | None:
+        """Return the outputs at each point for each example, (R, n, …), in evaluation mode.
+
+        None where a model does not give one tensor with a row for each.
+        """
+        by_point = []
+        for point in points:
+            self._set(self._model, point)
+            whole = whole_of(outputs_on(self._model, examples))
+            output = None if whole is None else whole[0]
+            if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != len(examples):
+                return None
+            by_point.append(output)
+        return torch.stack(by_point)
+
     def serve(self, point: Tensor) -> None:
         """Give the model's parameters and buffers the values of a point."""
         self._set(self.user.model, point)
@@ -446,11 +461,27 @@ class StackedGradients(GradientsAtPoints):
         """Return the loss of each example at each point; see `GradientsAtPoints.losses`."""
         if not isinstance(examples, InMemory):
             return super().losses(points, examples)
-        held = self._held.setdefault(id(examples), examples.to(points.device))
-        batch = mapped(_alone, held.inputs), mapped(_alone, held.targets)
+        held, batch = self._batch(points, examples)
         chunks = torch.split(points, self.copies.max_copies(held.inputs, len(held)))
         each = [self.copies.losses(x[None], *batch)[0] for x in chunks]
         return torch.cat(each).double().cpu()
+
+    def outputs(self, points: Tensor, examples: Examples) -> Tensor | None:
+        """Return the outputs at each point for each example; see `GradientsAtPoints.outputs`."""
+        if not isinstance(examples, InMemory):
+            return super().outputs(points, examples)
+        held, batch = self._batch(points, examples)
+        chunks = torch.split(points, self.copies.max_copies(held.inputs, len(held)))
+        each = [self.copies.outputs(x[None], batch[0]) for x in chunks]
+        ok = all(
+            isinstance(one, Tensor) and one.ndim > 2 and one.shape[2] == len(held) for one in each
+        )
+        return torch.cat([one[0] for one in each]) if ok else None
+
+    def _batch(self, points: Tensor, examples: InMemory) -> tuple[InMemory, tuple[Tree, Tree]]:
+        """Return examples where the points are, and as the batch of one group."""
+        held = self._held.setdefault(id(examples), examples.to(points.device))
+        return held, (mapped(_alone, held.inputs), mapped(_alone, held.targets))
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from coterie.choosing.adaptive.stopping import standard_error
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, blaming
+from coterie.evaluation.comparing import paired_error
 from coterie.evaluation.evaluate import example_losses
 from coterie.everyone.folders import folder_names
 from coterie.everyone.runs import Runs
@@ -82,8 +82,6 @@ def best_start(runs: Runs, user: User, loss: Loss) -> tuple[str, nn.Module]:
         return f"the model of {best}", runs.models[best]
     if best is not None:
         change = losses[best] - example_losses(runs.pooled.model, loss, user.examples)
-        if not torch.isfinite(change).all() or float(change.mean()) < -standard_error(
-            change.tolist()
-        ):
+        if not torch.isfinite(change).all() or float(change.mean()) < -paired_error(change):
             return f"the model of {best}", runs.models[best]
     return POOLED, runs.pooled.model

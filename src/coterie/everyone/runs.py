@@ -82,6 +82,20 @@ class Runs:
         lines += [f"{name}: {why}" for name, why in self.not_trained.items()]
         return "\n".join(lines)
 
+    def contributions(self, permutations: int = 20) -> "pd.DataFrame":
+        """Return who gives what to whom: in a user's row the Shapley value of each other user.
+
+        The sum of a row is what its user has of the others, the sum of a column what its user gives
+        them; see `Run.contributions`.
+        """
+        import pandas as pd
+
+        names, rows = list(self.runs), []
+        for run in self.runs.values():
+            given = run.contributions(permutations=permutations)
+            rows.append([given[name].shapley.value if name in given else 0.0 for name in names])
+        return pd.DataFrame(rows, index=names, columns=names)
+
     def join(self, user: User, *, steps: int | None = None) -> "Runs":
         """Return the runs with one for a user who comes later; nobody else trains again.
 

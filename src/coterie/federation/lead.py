@@ -31,7 +31,7 @@ from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
 from coterie.registry import RunFacts
-from coterie.tables.fit import fit, step_size
+from coterie.tables.fit import fit
 from coterie.tables.models import save_model
 from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.train import train
@@ -94,7 +94,6 @@ def train_here(
         each.name: getattr(knobs, each.name) for each in fields(StepSettings)
     }
     options |= {
-        "lr": step_size(rule, knobs.lr),
         "engine": engine,
         "resume": True,
         "progress": False,

@@ -48,6 +48,9 @@ OptimizerLike: TypeAlias = Optimizer | Callable[..., Optimizer]
 Scheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 """What makes a scheduler of an optimizer's step size."""
 
+LR = 0.01
+"""Adam's step size, where nothing says one."""
+
 RESERVED_METRICS = frozenset({"loss", "step"})
 """Names that the record uses itself."""
 
@@ -377,9 +380,8 @@ class RunSpec(RunSettings):
         else:
             model = _moved(_copied(self.model, self.model), self.device)
             trainable = list(Parameters(model).named.values())
-            optimizer = _made(
-                self.optimizer or Adam, trainable, {} if self.lr is None else {"lr": self.lr}
-            )
+            lr = LR if self.lr is None and self.optimizer is None else self.lr
+            optimizer = _made(self.optimizer or Adam, trainable, {} if lr is None else {"lr": lr})
         ours = {id(p) for p in model.parameters()}
         if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
             raise ModelError(
@@ -401,6 +403,15 @@ class RunSpec(RunSettings):
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError("this run has no optimizer yet; call `prepared()` first")
         return self.optimizer
+
+    def at_rate(self, multiple: float) -> Self:
+        """Return a run that is prepared with its optimizer's step sizes multiplied."""
+        if multiple == 1:
+            return self
+        optimizer = _like(self.made_optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= multiple
+        return replace(self, optimizer=optimizer)
 
     def in_process(self, **options: Any) -> InProcess:
         """Return an engine over the users of a run that is prepared, in this process."""

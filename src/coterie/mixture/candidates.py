@@ -143,12 +143,7 @@ def constant(rows: Rows, family: Family, folds: Array, scaling: Scaling) -> Cand
 
     The mean of the targets, of classes their shares with one example more of all.
     """
-    views = int(folds.max()) + 2
-    seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])  # (n, V)
-    total, n = seen.T @ rows.targets, seen.sum(0)[:, None]
-    even = {"softmax": 1 / rows.targets.shape[1], "logistic": 0.5}.get(family.name)
-    mean = total / np.maximum(n, 1) if even is None else (total + even) / (n + 1)
-    outputs = family.link(mean)
+    outputs = guesses(family, rows.targets, folds)
     parameters = np.zeros((rows.inputs.shape[1], 1, rows.targets.shape[1]))
     if scaling.intercept:
         parameters[-1, 0] = outputs[0]
@@ -156,6 +151,22 @@ def constant(rows: Rows, family: Family, folds: Array, scaling: Scaling) -> Cand
         outputs = np.zeros_like(outputs)
     blind = outputs[folds + 1][:, None]
     return Candidates("constant", scaling.outputs(blind), scaling.back(parameters), alone=True)
+
+
+def guesses(family: Family, targets: Array, folds: Array) -> Array:
+    """Return the outputs of the constant, (views, K): for all rows, then without each fold.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> guesses(SQUARED, np.array([[1.0], [3.0]]), np.array([0, 1])).ravel().tolist()
+        [2.0, 3.0, 1.0]
+    """
+    seen = np.column_stack(
+        [np.ones(len(folds)), *(folds != q for q in range(int(folds.max()) + 1))]
+    )
+    total, n = seen.T @ targets, seen.sum(0)[:, None]
+    even = {"softmax": 1 / targets.shape[1], "logistic": 0.5}.get(family.name)
+    return family.link(total / np.maximum(n, 1) if even is None else (total + even) / (n + 1))
 
 
 def _spread(array: Array, views: int) -> Array:

@@ -1,20 +1,31 @@
 """What each peer contributed to user 0: its loss without the peer, and the Shapley value."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from coterie.arguments import COUNT
+from coterie.mixture.candidates import FOLDS
 from coterie.mixture.families import Array, Family
 from coterie.mixture.fit import fit_here
 
 
 class Estimate(NamedTuple):
-    """A number and its standard error."""
+    """A number, its standard error, and of how many rows it is a mean."""
 
     value: float
     error: float
+    rows: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where it lies with 95 %, by Student's distribution."""
+        half = float(stats.t.ppf(0.975, max(1, self.rows - 1))) * self.error
+        return self.value - half, self.value + half
 
 
 class Contribution(NamedTuple):
@@ -39,11 +50,13 @@ def contributions(
     of one peer have a leave-one-out value near 0 each, as either can replace the other, and share
     their Shapley value.
 
-    Errors are over rows, and for Shapley over the orders drawn too. Own rows are taken as they are:
-    the error does not allow for models that other own rows would have made.
+    Errors are over rows, and for Shapley over the orders drawn too. Those over rows are enlarged by
+    √(1 + K/(K − 1)) for K folds, since folds share the rows that their models were fitted to
+    (Nadeau and Bengio 2003).
 
     Args:
-        losses: the out-of-fold losses of user 0's rows, of shape (n,), with a coalition.
+        losses: the out-of-fold losses of user 0's rows, of shape (n,), with a coalition, by K folds
+            or more, K being `coterie.mixture.candidates.FOLDS`.
         players: the names of peers, or of groups of them.
         permutations: how many orders to draw, an even number at best.
         seed: of the orders.
@@ -74,9 +87,9 @@ def contributions(
     found = {}
     for name in players:
         drawn = np.array(marginal[name])
-        rows = _estimate(drawn.mean(0))
-        between = _estimate(drawn.mean(1)).error
-        shapley = Estimate(rows.value, float(np.hypot(rows.error, between)))
+        shapley = _estimate(drawn.mean(0))
+        between = drawn.mean(1).std(ddof=1) / np.sqrt(len(drawn)) if len(drawn) > 1 else np.nan
+        shapley = shapley._replace(error=float(np.hypot(shapley.error, between)))
         found[name] = Contribution(_estimate(loss(everybody - {name}) - loss(everybody)), shapley)
     return found
 
@@ -88,12 +101,14 @@ def linear_contributions(
     family: Family,
     outputs: int = 1,
     *,
+    intercept: bool = True,
+    groups: Mapping[str, Sequence[str]] | None = None,
     permutations: int = 20,
     seed: int = 0,
 ) -> dict[str, Contribution]:
     """Return what each peer contributes to the closed-form linear model of user 0.
 
-    See `contributions`.
+    See `contributions`. Players are peers, or `groups` of them by name.
 
     It fits at most N + 2 + N·`permutations` models in closed form.
 
@@ -108,17 +123,18 @@ def linear_contributions(
         >>> given["alike"].shapley.value > given["stranger"].shapley.value
         True
     """
+    players = {name: [name] for name in peers} if groups is None else groups
 
     def losses(who: frozenset[str]) -> Array:
-        rows = [peers[name] for name in peers if name in who]
-        return fit_here(inputs, targets, rows, family, outputs, seed=seed).served.losses
+        rows = [peers[name] for player in players if player in who for name in players[player]]
+        how: dict[str, Any] = {"intercept": intercept, "seed": seed}
+        return fit_here(inputs, targets, rows, family, outputs, **how).served.losses
 
-    return contributions(losses, list(peers), permutations=permutations, seed=seed)
+    return contributions(losses, list(players), permutations=permutations, seed=seed)
 
 
 def _estimate(values: Array) -> Estimate:
-    """Return a mean with its standard error."""
-    n = len(values)
-    return Estimate(
-        float(values.mean()), float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
-    )
+    """Return a mean with its standard error over rows, by K folds."""
+    n, shared = len(values), np.sqrt(1 + FOLDS / (FOLDS - 1))
+    error = float(shared * values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
+    return Estimate(float(values.mean()), error, n)

@@ -56,6 +56,24 @@ class Family:
         numbers: Array = np.asarray(given, dtype=np.float64).reshape(len(given), outputs)
         return numbers
 
+    def fits(self, targets: Any, outputs: int) -> bool:
+        """Say whether targets, a tensor or an array, are such as this family knows.
+
+        Example:
+            >>> SOFTMAX.fits(np.array([0, 2]), 3), SOFTMAX.fits(np.array([0, -100]), 3)
+            (True, False)
+        """
+        if not hasattr(targets, "shape") or not len(targets):
+            return False
+        if self.name == "softmax" and targets.ndim == 1:
+            whole = "int" in str(targets.dtype)
+            return whole and bool(((targets >= 0) & (targets < outputs)).all())
+        return (
+            targets.size == len(targets) * outputs
+            if isinstance(targets, np.ndarray)
+            else (int(targets.numel()) == len(targets) * outputs)
+        )
+
     def told(self, outputs: Array, targets: Array) -> Array:
         """Return the losses as torch has them: the mean over outputs, and e² in the place of e²/2.
 
@@ -131,5 +149,8 @@ POISSON = Family(
     lambda mean: np.log(np.maximum(mean, 1e-6)),
 )
 """Counts, by the logarithm of their mean."""
+
+LOSS = Family("loss", np.asarray, lambda s, y: s.sum(-1), np.ones_like, np.asarray)
+"""Any other loss, which takes the place of outputs: nothing says how to mix predictions."""
 
 FAMILIES = {family.name: family for family in (SQUARED, SOFTMAX, LOGISTIC, POISSON)}

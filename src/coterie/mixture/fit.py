@@ -108,7 +108,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = _clearly_more(served.losses - guess.losses)
+    is_constant = clearly_more(served.losses - guess.losses)
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -135,7 +135,7 @@ def _counted(
             return end.value, count
 
 
-def _clearly_more(differences: Array) -> bool:
+def clearly_more(differences: Array) -> bool:
     """Say whether differences are above 0 in the mean by more than its standard error."""
     n = len(differences)
     return n > 1 and float(differences.mean()) > float(differences.std(ddof=1)) / n**0.5

@@ -14,7 +14,7 @@ from coterie.mixture.served import MixedPredictions, Predictor, linear_model, mi
 
 TEMPERATURE = 1.0
 LEAST = 0.01
-"""A model that is not linear is served from this share of the weight on."""
+"""A model that is not linear is served from this share of the weight on, or from half of the largest's."""
 
 
 class Mixed(NamedTuple):
@@ -213,7 +213,8 @@ def without_small(weights: Array, parts: Array) -> Array:
         array([0.4, 0.6, 0. , 0. ])
     """
     totals = np.bincount(parts, weights)
-    kept = (totals >= min(LEAST, float(totals.max()))) | (np.arange(len(totals)) == 0)
+    # of many that are alike some have less than that, and yet all are kept
+    kept = (totals >= min(LEAST, float(totals.max()) / 2)) | (np.arange(len(totals)) == 0)
     left = np.where(kept[parts], weights, 0.0)
     normalised: Array = left / left.sum()
     return normalised

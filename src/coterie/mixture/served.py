@@ -1,7 +1,7 @@
 """What is served: one linear model, or one module that mixes the predictions of several."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,26 @@ class Predictor(NamedTuple):
 
     model: nn.Module
     temperature: float = 1.0
+
+
+class Constant(nn.Module):
+    """The same outputs for every row.
+
+    Example:
+        >>> Constant(torch.tensor([0.5, 2.0]))(torch.zeros(3, 4, 4)).shape
+        torch.Size([3, 2])
+    """
+
+    saved_as = "constant"
+
+    def __init__(self, outputs: Tensor) -> None:
+        super().__init__()
+        self.outputs = nn.Parameter(outputs.clone())
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Return the outputs for a batch of inputs."""
+        rows = (each for each in (*inputs, *named.values()) if isinstance(each, Tensor))
+        return self.outputs.expand(len(next(rows)), -1)
 
 
 class MixedPredictions(nn.Module):
@@ -66,9 +86,9 @@ class MixedPredictions(nn.Module):
         )
         self.register_buffer("which", torch.tensor([place[id(one.model)] for one in predictors]))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """Return the outputs of the mixture for a batch of inputs."""
-        outputs = torch.stack([part(inputs) for part in self.parts])[self.which]
+        outputs = torch.stack([part(*inputs, **named) for part in self.parts])[self.which]
         shape = (-1, *[1] * (outputs.ndim - 1))
         weights, temperatures = (
             each.to(outputs).reshape(shape) for each in (self.weights, self.temperatures)
@@ -94,7 +114,10 @@ def _squared(outputs: Tensor, weights: Tensor) -> Tensor:
     return (outputs * weights).sum(0)
 
 
-_MIXED = {"softmax": _softmax, "logistic": _logistic, "poisson": _poisson, "squared": _squared}
+_MIXED = {
+    **{"softmax": _softmax, "logistic": _logistic, "poisson": _poisson, "squared": _squared},
+    "loss": _squared,  # of one
+}
 
 
 def mixed_outputs(family: str, outputs: Array, weights: Array) -> Array:

@@ -48,7 +48,7 @@ class StepSettings:
     lr: Annotated[
         float | None,
         Setting(
-            "Step size. If left out: the optimizer's default (on tables 0.01), for a method 0.1.",
+            "Step size. If left out: chosen (adaptive averaging), Adam's 0.01, for a method 0.1.",
             optional(POSITIVE),
         ),
     ] = None

@@ -82,11 +82,16 @@ def asks_nobody(configuration: Configuration) -> bool:
     return configuration.alone or configuration.choice.get("tau") == {}
 
 
+ASK_NOBODY = ("served", "alone, mixed", "constant", "alone", "own trees")
+"""Lines of a leaderboard that are no candidates that ask a peer."""
+
+
 def serves_alone(end: End) -> bool:
     """Say whether what is served is the model trained alone beside the other."""
-    return (end.guard is not None and end.guard.served == "alone") or end.account.get(
-        "path"
-    ) == "alone"
+    board = end.account.get("leaderboard", {})
+    asked = sum(one["weight"] for kind, one in board.items() if kind not in ASK_NOBODY)
+    by_guard = end.guard is not None and end.guard.served == "alone"
+    return by_guard or (bool(board) and asked < 0.005)
 
 
 def _learned(end: End, which: str, best: int | None) -> str:
@@ -256,6 +261,8 @@ def _why_alone(configuration: Configuration, end: End) -> str:
         return f"the run was stopped by {end.stopped} before the collaborative model was judged"
     if end.account.get("trunk") == "none":
         return "no peer sent a gradient that could be followed while peers were judged"
+    if end.account.get("leaderboard") and set(end.account["leaderboard"]) <= {*ASK_NOBODY}:
+        return "no model that followed peers was judged"
     held_out = counted(validation, "validation example")
     if end.guard is not None and end.guard.served == "alone":
         loss = with_error(end.guard.difference, end.guard.error)

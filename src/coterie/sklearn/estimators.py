@@ -18,7 +18,6 @@ from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
 from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
 from coterie.sklearn.group_models import Module, fit_groups
-from coterie.tables.fit import LR
 
 
 class GroupEstimator(BaseEstimator):
@@ -116,7 +115,7 @@ class GroupEstimator(BaseEstimator):
             weights=weights,
             **{
                 "steps": StepSettings.steps if self.steps is None else self.steps,
-                "lr": LR if self.lr is None else self.lr,
+                "lr": self.lr,
             },
             batch_size=self.batch_size,
         )
@@ -211,7 +210,7 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
         categorical: columns of numbers to treat as categories, by name or position; text always is
             one.
         steps: as in `coterie.train`; 1,000 when None.
-        lr: Adam's step size; 0.01 when None.
+        lr: Adam's step size; when None chosen, for another rule 0.01.
         batch_size: rows that each group draws for a gradient.
         validation: the share of each group's rows held out to choose its best model. When None:
             0.2, and none for the closed form, which judges by folds.

@@ -15,7 +15,6 @@ from coterie.data import TableTask, from_table
 from coterie.errors import FileError, KnobError
 from coterie.evaluation.metrics import less_is_better
 from coterie.learners.spec import RunSpec
-from coterie.methods import rounds
 from coterie.recording.claim import claimed
 from coterie.recording.result import Comparison, Difference
 from coterie.reporting.page import Section
@@ -32,7 +31,7 @@ from coterie.tables.report import (
     write_report,
 )
 from coterie.theory.estimates import Estimates
-from coterie.training.algorithm import Followed, algorithm_of
+from coterie.training.algorithm import Followed
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 from coterie.users.sampling import one_thread
@@ -143,24 +142,6 @@ def over_splits(splits: Sequence[Split], test: int, rest: int) -> Comparison:
         )
     on = f"{len(splits)} random splits with {test} test rows each"
     return Comparison(on=on, examples=len(splits), measures=measures, splits=len(splits))
-
-
-LR = 0.01
-"""Adam's step size on tables, where none is given."""
-
-
-def step_size(rule: Followed, lr: float | None) -> float:
-    """Return the step size that is given, else Adam's for a rule, and that of plain steps for a method.
-
-    Example:
-        >>> from coterie.methods import FedAvg
-        >>> from coterie.rules import Alone
-        >>> step_size(Alone(), None), step_size(FedAvg(), None), step_size(FedAvg(), 0.3)
-        (0.01, 0.1, 0.3)
-    """
-    if lr is not None:
-        return lr
-    return rounds.LR if algorithm_of(rule).counts == "rounds" else LR
 
 
 def fit(

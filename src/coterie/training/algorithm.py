@@ -74,7 +74,7 @@ class _OfRule(Algorithm):
             require(engine, "rows", f"`{type(self._rule).__name__}`")
         _check_local_steps(spec, engine, self)
 
-    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs) -> Learner:
         return RuleLearner(spec, self._rule, engine, costs)
 
 
@@ -101,7 +101,7 @@ class _OfChooser(Algorithm):
             asked += chooser.gradients_before(settings.steps)
         return asked
 
-    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs) -> Learner:
         raise TypeError(f"`{type(self.followed).__name__}` chooses a rule, which is followed")
 
 
@@ -146,7 +146,7 @@ class _OfMethod(Algorithm):
         asked = gradients_asked(self.method, me, peers, rounds=settings.steps, seed=settings.seed)
         return max(1, *asked.values())  # a method of user 0 alone asks nobody
 
-    def learner(self, spec: RunSpec, engine: Engine, costs: Costs, *, guarded: bool) -> Learner:
+    def learner(self, spec: RunSpec, engine: Engine, costs: Costs) -> Learner:
         if engine.capabilities.own_points:
             return Rounds(spec, self.method, Clients(engine, spec.me, spec.peers, costs))
         own = replace(spec, peers=()).in_process()

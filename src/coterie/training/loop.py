@@ -298,7 +298,7 @@ class TrainingLoop(ResumableRun):
             learner.models(),
             alone,
         )
-        run = Run(model, self.record, *given, self.folder.unwritten())
+        run = Run(model, self.record, *given, self.folder.unwritten(), spec)
         try:
             tell(self.hooks, "on_end", run)
         except UserCodeError as error:

@@ -109,17 +109,20 @@ def costs_of(spec: RunSpec, names: Sequence[str], peers: Mapping[str, int | str]
 def guard_mode(spec: RunSpec) -> tuple[bool, str]:
     """Say whether there is to be a guard, and why or why not."""
     n = 0 if spec.me.validation is None else len(spec.me.validation)
-    algorithm = algorithm_of(spec.rule)
+    asked = algorithm_of(spec.rule)
+    other = asked.fallback(spec)
+    algorithm = asked if other is None else algorithm_of(other.rule)
     if spec.guard == "off" or algorithm.alone:
         return False, "off"
     if not n and spec.guard == "held-out":
         raise KnobError(
             f"a guard compares on a validation set, but {spec.me.name!r} has no validation examples"
         )
+    if algorithm.guards_itself:
+        further = f" and {n} validation examples" if n else ""
+        return False, f"none: candidates are judged by own examples held out in turn{further}"
     if not n:
-        crossed = algorithm.guards_itself and algorithm.fallback(spec) is None
-        instead = ", own examples held out in turn instead" if crossed else ""
-        return False, f"off: no validation examples{instead}"
+        return False, "off: no validation examples"
     return True, f"held-out: {n} validation examples"
 
 

@@ -112,8 +112,8 @@ def set_up(
         )
 
     costs = setup.costs_of(spec, engine.names, configuration.peers)
-    watch = setup.guard_of(spec, costs) if guarded and not algorithm.guards_itself else None
-    learner = algorithm.learner(spec, engine, costs, guarded=guarded)
+    watch = setup.guard_of(spec, costs) if guarded else None
+    learner = algorithm.learner(spec, engine, costs)
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
     loop = TrainingLoop(

@@ -102,23 +102,23 @@ def rules_in_process() -> None:
         def _(rule: Making = rule) -> Any:
             return a_run(rule(()), engine=one_by_one, steps=4)
 
-    for budget in (3, 3.5, 4.5):
+    for single in (False, True):
 
-        @case(f"in process: adaptive, {budget}")
-        def _(budget: float = budget) -> Any:
-            return a_run(make("adaptive", budget=budget), model="linear", steps=16, measure=True)
+        @case(f"in process: adaptive, {'single' if single else 'mixed'}")
+        def _(single: bool = single) -> Any:
+            return a_run(make("adaptive", single=single), model="linear", steps=16, measure=True)
 
     @case("in process: adaptive, held out")
     def _() -> Any:
         everyone = users((14, 26, 15, 21), validation=10, shift=1.0)
         return a_run(
-            make("adaptive", budget=3), everyone=everyone, steps=12, optimizer=Adam, lr=0.05
+            make("adaptive", single=True), everyone=everyone, steps=12, optimizer=Adam, lr=0.05
         )
 
     @case("in process: adaptive, batch norm")
     def _() -> Any:
         everyone = users((14, 15, 21), kind="images")
-        return a_run(make("adaptive", budget=3), "batch norm", everyone, steps=6)
+        return a_run(make("adaptive", single=True), "batch norm", everyone, steps=6)
 
     @case("in process: nothing said")
     def _() -> Any:

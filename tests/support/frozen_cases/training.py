@@ -172,7 +172,7 @@ def resumed() -> None:
         "erosion": (lambda: make("erosion"), {}),
         "trimmed": (lambda: make("averaging", 0.7, pool=make("trimmed", f=1)), {}),
         "auto": (lambda: make("averaging", "auto"), {}),
-        "adaptive": (lambda: make("adaptive", budget=3), momentum),
+        "adaptive": (lambda: make("adaptive", single=True), momentum),
         "captured": (lambda: make("correction", 0.7, 0.1), adam | {"capture": True}),
         "guarded": (lambda: make("averaging", 0.95), adam | {"guard": "held-out"}),
         "stream averaging": (lambda: make("stream averaging", horizon=30), {"steps": 24}),
@@ -221,7 +221,7 @@ def many() -> None:
             make("averaging", 0.5),
             make("correction", 0.8, 0.1),
             make("alone"),
-            make("adaptive", budget=3),
+            make("adaptive", single=True),
         ]
         asked: list[dict[str, Any]] = [
             {"users": one, "rule": rule(one), "seed": k % 3, "lr": (0.05, 0.1)[k % 2]}

@@ -248,6 +248,6 @@ def test_what_is_settled_before_the_first_step_takes_part(make_users: Users) -> 
     runs = compared(replace(base, rule=rule) for rule in (*rules, Alone()))
     assert all(together(runs))
     assert all(run.record.configuration.choice for run in runs[:-1])
-    adaptive = [replace(base, rule=rule) for rule in (None, coterie.AdaptiveAveraging(budget=3))]
+    adaptive = [replace(base, rule=rule) for rule in (None, coterie.AdaptiveAveraging(single=True))]
     for run in compared(adaptive):
         assert "by itself: `AdaptiveAveraging` is not a rule" in run.record.configuration.runs

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coterie.arguments import optional, real
-from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
+from coterie.arguments import POSITIVE
+from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner, OwnSetting
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
-from coterie.choosing.adaptive.schedule import LOOKS, Schedule
+from coterie.choosing.adaptive.schedule import EVALUATIONS, Schedule
 from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
 from coterie.engines.asking import OwnUser, asking
 from coterie.engines.capabilities import require
@@ -28,27 +28,14 @@ from coterie.rules import Alone
 from coterie.rules.knobs import weights_over
 from coterie.rules.streams import StreamAveraging
 
-
-@dataclass(frozen=True)
-class Plan:
-    """How thorough a run is."""
-
-    folds: int  # F, into how many parts user 0's examples are split
-    nested: bool  # one trunk for each fold, judged without it; else one for all
-
-    @property
-    def cost(self) -> float:
-        """What it takes of the peers, in runs.
-
-        Trunks and pooled, branch and pooled, each for half of the steps.
-        """
-        return ((self.folds if self.nested else 1) + 1) / 2 + (self.folds + 2) / 2
-
-
-PLANS = (Plan(3, nested=True), Plan(3, nested=False), Plan(2, nested=False))
-"""From thorough to cheap: 4.5, 3.5 and 3 runs."""
-POINTS_A_STEP = 5
-"""At how many points peers are asked in one step, at most."""
+FOLDS = 4
+"""F, into how many parts user 0's examples are split."""
+REACH = 2.0
+"""Where nothing is said: step sizes times steps, about how far Adam can move a number."""
+RATES = (0.3, 1.0, 3.0)
+"""The step sizes tried where none is given, in multiples of that."""
+DECAYS = (0.0, 0.03)
+"""The weight decays tried: towards 0 alone, and towards where the branch began."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +62,16 @@ class AdaptiveAveraging(Algorithm):
 
     In the first half of the steps models follow the peers only. User 0's examples judge them there:
     the weights are those whose combination of the peers' gradients comes nearest to user 0's own.
-    In the second half copies step by
-
-        d_t = (1 − α_t) g_0 + α_t Σ τ_k g_k,   α_t falling from .9 to .01
-
-    and copies that are blind to a fold of the own examples tell by their losses on it when
-    following the peers was best; so it is found out for training alone, which is served where it is
-    not worse. See docs/adaptive.md. Where user 0 has a stream of fresh samples (`User.stream`),
-    `StreamAveraging` serves: nothing is held out.
+    In the second half copies go on from there with the own examples; others follow the own examples
+    from the start. Copies that are blind to a fold of the own examples show on it how well each
+    predicts. What is served is a mixture of all these models at all evaluations, with one half of
+    the prior on those that asked no peer. See docs/adaptive.md. Where user 0 has a stream of fresh
+    samples (`User.stream`), `StreamAveraging` serves: nothing is held out.
 
     Args:
-        budget: what the run may cost of the peers' gradients, in runs; at least 3, and 4.5 when
-            None. With less than that there is one trunk, and no loss by cross-validation is
-            claimed. Streams cost one run, which is within every budget.
+        single: serve the best single model in the place of the mixture.
+        rates: step sizes to try, in multiples of the optimizer's. When None: 0.3, 1 and 3 where
+            neither `lr` nor an optimizer or a schedule is given, and the step size that is given.
 
     Example:
         >>> import torch, coterie
@@ -104,32 +88,22 @@ class AdaptiveAveraging(Algorithm):
         True
     """
 
-    budget: float | None = None
+    single: bool = False
+    rates: tuple[float, ...] | None = None
 
     guards_itself = plans_by_steps = True
 
     def __post_init__(self) -> None:
-        least = PLANS[-1].cost
-        optional(
-            real(f"be a finite number of runs, at least {least:g}", lambda runs: runs >= least)
-        )("budget", self.budget)
-
-    @property
-    def plan(self) -> Plan:
-        """The most thorough plan that the budget allows."""
-        return next(plan for plan in PLANS if self.budget is None or plan.cost <= self.budget)
+        if self.rates is not None:
+            for rate in self.rates:
+                POSITIVE("rates", rate)
+            object.__setattr__(self, "rates", tuple(self.rates))
 
     def cost_in_words(self) -> str:
-        """Return in a line what this asks of the peers, and how to lower it."""
-        cheaper = [plan.cost for plan in PLANS if plan.cost < self.plan.cost]
-        lower = (
-            f"; `AdaptiveAveraging(budget={min(cheaper):g})` asks for {min(cheaper):g}"
-            if cheaper
-            else ""
-        )
+        """Return in a line what this asks of the peers."""
         return (
-            f"adaptive averaging asks the peers for {self.plan.cost:g} times the gradients of one"
-            f" run{lower}"
+            f"adaptive averaging asks the peers for {(FOLDS + 2) / 2:g} times the gradients of one"
+            " run"
         )
 
     def expected_cost(self, spec: RunSpec) -> Expected:
@@ -142,9 +116,9 @@ class AdaptiveAveraging(Algorithm):
             >>> users = [coterie.User(name, torch.randn(9, 2), torch.randn(9, 1)) for name in ("me", "a", "b")]
             >>> loss = torch.nn.functional.mse_loss
             >>> spec = coterie.RunSpec(torch.nn.Linear(2, 1), loss, users[0], users[1:], steps=100)
-            >>> expected = AdaptiveAveraging(budget=3).expected_cost(spec)
+            >>> expected = AdaptiveAveraging().expected_cost(spec)
             >>> expected.runs, expected.own_runs, expected.seconds > expected.averaging_seconds > 0
-            (3.0, 4.5, True)
+            (3.0, 45.0, True)
         """
         ready = spec.prepared()
         engine, x = ready.in_process(), Parameters(ready.model).vector()
@@ -155,25 +129,42 @@ class AdaptiveAveraging(Algorithm):
             # `StreamAveraging` asks everybody once a step, `Alone` nobody
             runs = float(spec.me.is_stream)
             return Expected(runs, 1.0, averaging if runs else spec.steps * own, averaging)
-        plan = replace(self.plan, folds=self._n_folds(spec))
-        folds, runs = plan.folds, plan.cost
-        own_runs = 1.5 * (folds + 1)  # Alone's copies in all steps, the branch's in half of them
+        folds = self._n_folds(spec)
+        # Trunks for half of the steps and pooled for all; Alone's copies for all, the branch's for
+        # half.
+        runs, copies = (folds + 2) / 2, (folds + 1) * len(self.settings(spec))
         judging = len(spec.me) + (0 if spec.me.validation is None else len(spec.me.validation))
         # forward passes only
-        looks = LOOKS * (1.5 * folds + 2) * judging / min(spec.batch_size, len(spec.me)) / 3
-        seconds = spec.steps * (own_runs * own + runs * max(whole - own, 0.0)) + looks * own
-        return Expected(runs, own_runs, seconds, averaging)
+        many = 2 * EVALUATIONS * (1.5 * copies + 1) * judging / min(spec.batch_size, len(spec.me))
+        seconds = spec.steps * (1.5 * copies * own + runs * max(whole - own, 0.0)) + many / 3 * own
+        return Expected(runs, 1.5 * copies, seconds, averaging)
+
+    def settings(self, spec: RunSpec) -> list[OwnSetting]:
+        """Return how the copies of Alone, and of the branch, follow the own examples."""
+        return [
+            OwnSetting(rate, decay, from_pooled=bool((i + j) % 2))
+            for i, rate in enumerate(self._rates(spec))
+            for j, decay in enumerate(DECAYS)
+        ]
+
+    def _rates(self, spec: RunSpec) -> tuple[float, ...]:
+        said = (spec.lr, spec.optimizer, spec.scheduler) != (None, None, None)
+        return self.rates or ((1.0,) if said else RATES)
 
     def completed(self, spec: RunSpec) -> RunSpec:
-        """Refuse a number for `norm_bound`, which has no effect here, and local steps."""
+        """Return the run with a step size, where none is said; refuse what has no effect here."""
         check_local_steps(spec)
-        if self.fallback(spec) is None and spec.norm_bound not in (None, FACTOR):
+        if self.fallback(spec) is not None:
+            return spec
+        if spec.norm_bound not in (None, FACTOR):
             raise KnobError(
                 "`norm_bound` as a number is for rules such as `WeightedAveraging`:"
                 " `AdaptiveAveraging` leaves out gradients more than 10 times as long as is usual;"
                 " leave it out, or give None to leave out nothing"
             )
-        return spec
+        if spec.lr is not None or spec.optimizer is not None:
+            return spec
+        return replace(spec, rule=replace(self, rates=self._rates(spec)), lr=REACH / spec.steps)
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine that has no peers, or cannot give what this needs."""
@@ -201,8 +192,6 @@ class AdaptiveAveraging(Algorithm):
         spec: RunSpec,
         engine: Engine,
         costs: Costs,
-        *,
-        guarded: bool,
     ) -> AdaptiveLearner:
         """Return the learner of a run that is prepared."""
         folds, parts = self.parts(spec)
@@ -217,8 +206,8 @@ class AdaptiveAveraging(Algorithm):
                 f" too, the least of {int(parts.sum(1).min())}; give more own examples, or a rule"
                 " such as `Alone()`"
             ) from error
-        looks = HeldOutEvaluations(spec, points, folds, nested=self.plan.nested)
-        return AdaptiveLearner(spec, engine, costs, looks, guarded=guarded)
+        looks = HeldOutEvaluations(spec, points, folds, single=self.single)
+        return AdaptiveLearner(spec, engine, costs, looks, self.settings(spec))
 
     def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
         """Return the fold of each own example, (n,), and which examples copies see, (P, n).
@@ -231,11 +220,12 @@ class AdaptiveAveraging(Algorithm):
 
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
         """Return how many gradients a run asks of each peer elsewhere, at most."""
-        return Schedule.of(settings.steps).exchanges(settings.exchange_every) * POINTS_A_STEP
+        first, second = Schedule.of(settings.steps).exchanges(settings.exchange_every)
+        return first * (FOLDS + 1) + second
 
     def _n_folds(self, spec: RunSpec) -> int:
         """Return into how many folds user 0's examples are split, each of two or more where there are enough."""
-        return max(2, min(self.plan.folds, len(spec.me) // 2))
+        return max(2, min(FOLDS, len(spec.me) // 2))
 
 
 def _seconds(engine: Engine, x: Tensor, weights: Mapping[str, float]) -> float:

@@ -1,68 +1,64 @@
 """Trunk and branch: the learner behind `AdaptiveAveraging`. See docs/adaptive.md.
 
     trunk    first half: F models follow the peers only; user 0's examples, which they do not see,
-    say whom to
-             follow. Trunk q is judged without fold q. A gradient far longer than the others' is not
-             heard
+             say whom to follow. Trunk q is judged without fold q. A gradient far longer than the
+             others' is not heard
     pooled   all steps: one more follows the peers by numbers of examples
-    branch   second half, from the better of the two: F + 1 copies step by (1 − α) own + α peers, α
-    falling; F of
-             them are blind to one fold each, and their losses there say when to stop. A sum of the
-             peers that is longer than they sent while they were judged is not heard
-    alone    all steps: F + 1 copies ask no peer
+    branch   second half: from the trunks, and from pooled, copies follow the own examples, held
+             back by weight decay towards where they began
+    alone    all steps: copies follow the own examples from the start, held back towards 0
 
-With `exchange_every=K` the peers are asked at every K-th step, and where they are judged; in the
-steps between, what they last said is followed.
+Of each setting of branch and alone, a step size and a weight decay, there are F + 1 copies: one
+sees all own examples, F are blind to one fold each. With `exchange_every=K` the peers are asked at
+every K-th step, and where they are judged; in the steps between, what they last said is followed.
 
-What is served is the mean of one path's points at its looks, by how often each look is the best
-under resampling.
-
-This file takes the steps of all copies, in order. `schedule` says at which step what is done,
-`whom` and `peer_weights` whom each copy follows, `trunk` and `branch` the direction of a step,
-`looks` and `when` what is served, `account` what is told of it.
+What is served is a mixture of all points at the evaluations, by how well the blind copies predict
+the rows that they did not see (`evaluations`). This file takes the steps of all copies, in order.
+`schedule` says at which step what is done, `weights` and `peer_weights` whom the trunks follow.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.choosing.adaptive.account import account_of
-from coterie.choosing.adaptive.directions import (
-    FixedWeights,
-    PeerSums,
-    WithoutOutliers,
-    followed,
-    mixed,
-    peer_sums,
-)
+from coterie.choosing.adaptive.directions import PeerSums, WithoutOutliers, followed, peer_sums
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
 from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.stopping import Candidate
 from coterie.choosing.adaptive.weights import Array
+from coterie.choosing.mixture import account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
 from coterie.learners.captured import StackBlock
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack, why_not_capturable
+from coterie.learners.stack import Stack, why_not_capturable, why_not_stacked
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 
 
-class AdaptiveLearner(Learner):
-    """Follow the peers first and the own examples more and more, and serve what the own examples found best.
+class OwnSetting(NamedTuple):
+    """How copies follow the own examples."""
 
-    The model is, at every look, what would be served then.
+    rate: float  # the step size, in multiples of the optimizer's
+    decay: float  # how strongly they are drawn back
+    from_pooled: bool = False  # whether the branch begins from pooled, not from the trunks
+
+
+class AdaptiveLearner(Learner):
+    """Follow the peers first and the own examples then, and serve a mixture of all that came of it.
+
+    The model is, from evaluation to evaluation, the best candidate so far.
     """
+
+    can_restart = False
 
     def __init__(
         self,
@@ -70,34 +66,32 @@ class AdaptiveLearner(Learner):
         engine: Engine,
         costs: Costs,
         looks: HeldOutEvaluations,
-        *,
-        guarded: bool,
+        settings: Sequence[OwnSetting],
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.looks, self.guarded = looks, guarded
-        self.points, self.nested = looks.points, looks.nested
+        self.looks, self.points = looks, looks.points
         # the parts of `points`: all own examples, then all but each fold
         self.n_folds = int(looks.folds.max()) + 1
-        # one for each fold, judged without it; or one for all
-        self.n_trunks = self.n_folds if self.nested else 1
+        self.settings = sorted(settings)  # those of one step size come one after the other
         self.schedule = Schedule.of(spec.steps)
-        self.peer_weights = PeerWeights(
-            engine, self.schedule, self.points.d, self.n_folds, nested=self.nested
-        )
+        self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds)
         start, d = self.points.start(), self.points.d
-        self.alone = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
-        self.peers = Stack.of(spec, start[:d].expand(self.n_trunks + 1, -1))
+        self.alone = self._own_stack(start[:d].expand(len(self._own_parts), -1))
+        self.branch: Stack | None = None
+        self.peers = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
         stacks = {"alone": self.alone, "peers": self.peers}
         self.buffers = {
             name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()
         }
+        self.origins = torch.zeros_like(self.alone.x)  # towards which the branch is held back
+        decays = [each.decay for each in self.settings]
+        self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
         self.trunk_weights = self._tensor(self.peer_weights.of_trunks())
+        self.pooled_weights = self.trunk_weights[-1:].clone()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
-        self.unheard = torch.zeros(1, dtype=torch.long, device=self.x.device)
-        # how long what peers send to the trunks may be
+        # how long what peers send may be
         self.longest = self.x.new_zeros(len(self.peers.x))
-        self._second_half: FixedWeights | None = None
         self._nobody = self.trunk_weights[:0]
         self._asks = True  # in the last step; else it used what the peers said before
         # which peers gave in the last step; by point if not alike
@@ -115,27 +109,39 @@ class AdaptiveLearner(Learner):
         """The branch's first step."""
         return self.schedule.half
 
+    @property
+    def _own_parts(self) -> list[int]:
+        """The part of the own examples that each copy of alone, and of the branch, sees."""
+        return [*range(self.n_folds + 1)] * len(self.settings)
+
+    def _own_stack(self, x: Tensor) -> Stack:
+        """Return copies that follow the own examples, each by its setting's step size."""
+        copies, rates = self.n_folds + 1, [each.rate for each in self.settings]
+        counts = {rate: rates.count(rate) * copies for rate in dict.fromkeys(rates)}
+        apart = why_not_stacked(self.spec.made_optimizer)
+        held: list[tuple[RunSpec, int]] = []
+        for rate, count in counts.items():
+            spec = self.spec.at_rate(rate)
+            held += [(spec, 1)] * count if apart else [(spec, count)]
+        return Stack(x.clone(), held)
+
     def question(self) -> Question:
         """Return what the next step asks.
 
-        The peers at their models, user 0 where copies need its gradient.
+        The peers at the models that follow them, user 0 where copies need its gradient.
         """
-        if self.looks.chosen is None:
+        if not self.looks.paths:
             self._look()
-        points, first_phase, judges = (
-            self._points("peers"),
-            self.step < self.half,
-            self.schedule.judges(self.step),
-        )
-        weights = self.trunk_weights if first_phase else self.second_half().weights
-        own, parts = [self._points("alone")], [*range(self.n_folds + 1)]
-        carried = self.buffers["peers"].shape[1] > 0
-        if not first_phase:  # pooled needs no own gradient, but running statistics
-            own.append(points if carried else points[: self.n_folds + 1])
-            parts += [*range(self.n_folds + 1), *([0] if carried else [])]
-        elif carried:  # a trunk's running statistics are those of the examples that judge it
+        points, judges = self._points("peers"), self.schedule.judges(self.step)
+        in_trunk = self.step < self.half
+        weights = self.trunk_weights if in_trunk else self.pooled_weights
+        own, parts = [self._points("alone")], self._own_parts
+        if self.branch is not None:
+            own.append(self._points("branch"))
+            parts = parts * 2
+        if self.buffers["peers"].shape[1]:  # running statistics are those of the own examples
             own.append(points)
-            parts += [*self._judging(), 0]
+            parts = [*parts, *([*self._judging(), 0] if in_trunk else [0])]
         self._asks = judges or self.heard is None or not self._holds()
         if judges:
             self._pooled = self.peer_weights.by_size
@@ -167,15 +173,16 @@ class AdaptiveLearner(Learner):
         self._weigh()
         self.grams += 1
         self.costs.compute(
-            [self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_trunks
+            [self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_folds
         )
         if self.sketch:
-            self.costs.exchange(self.engine.names, down=0, up=self.n_trunks * self.sketch)
+            self.costs.exchange(self.engine.names, down=0, up=self.n_folds * self.sketch)
         self._take(replace(answers, left_out=near.left_out), sums)
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
         self.trunk_weights.copy_(self._tensor(self.peer_weights.of_trunks()))
+        self.pooled_weights.copy_(self.trunk_weights[-1:])
 
     def own_answers(self, answers: Answers) -> tuple[Tensor, Tensor]:
         """Return user 0's gradients and losses."""
@@ -186,37 +193,32 @@ class AdaptiveLearner(Learner):
     def _take(self, answers: Answers, peers: PeerSums) -> None:
         """Take the step of all copies."""
         self._keep(answers, peers)
-        self.direct(self.own_answers(answers)[0], peers, self.schedule.alpha(self.step))
+        self.direct(self.own_answers(answers)[0], peers)
         if self.buffers["peers"].shape[1] and answers.buffers is not None:
-            self.buffers["peers"] = answers.buffers[self.n_folds + 1 :]
-            self.buffers["alone"] = answers.buffers[: self.n_folds + 1]
-        self.alone.step()
-        self.peers.step()
+            ends = [len(each) for each in self.buffers.values()]
+            parts = torch.split(answers.buffers, [*ends[:1], *ends[2:], ends[1]])
+            alone, *branch, theirs = parts
+            self.buffers |= {"alone": alone, "peers": theirs} | (
+                {"branch": branch[0]} if branch else {}
+            )
+        for stack in self.stacks:
+            stack.step()
         self.advanced(1)
 
-    def direct(self, own: Tensor, peers: PeerSums, alpha: float | Tensor) -> None:
-        """Write the directions of all copies.
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The parameters of all copies."""
+        return (self.alone, self.peers) + (() if self.branch is None else (self.branch,))
 
-        The trunks' follow the peers, the branch's mix them with `own`.
-        """
-        copies = self.n_folds + 1
-        self.alone.direction.copy_(own[:copies])
-        if self.step < self.half:
-            followed(peers, self.longest, out=self.peers.direction)
-        else:
-            ours, longest = own[copies : 2 * copies], self.second_half().longest
-            self.unheard += ~mixed(ours, peers, longest, alpha, out=self.peers.direction)[:1]
-
-    def second_half(self) -> FixedWeights:
-        """Return the peers' weights in the second half, and how long their sums may be.
-
-        Fixed at the fork.
-        """
-        if self._second_half is None:
-            arrays = self.peer_weights.of_branch()
-            longest = np.array(arrays) @ self.peer_weights.bounds()
-            self._second_half = FixedWeights(self._tensor(arrays), arrays, self._tensor(longest))
-        return self._second_half
+    def direct(self, own: Tensor, peers: PeerSums) -> None:
+        """Write the directions of all copies: the peers' sums, or own gradients with weight decay."""
+        copies = len(self.alone.x)
+        torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
+        followed(peers, self.longest, out=self.peers.direction)
+        if self.branch is not None:
+            away = self.branch.x - self.origins
+            ours = own[copies : 2 * copies]
+            torch.addcmul(ours, self.decays, away, out=self.branch.direction)
 
     def _keep(self, answers: Answers, peers: PeerSums) -> None:
         """Keep what the peers said for the steps up to the next exchange, where there are any."""
@@ -230,22 +232,18 @@ class AdaptiveLearner(Learner):
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken.
 
-        Fork the trunk at its end, and look where it is time.
+        Fork the trunk at its end, and evaluate where it is time.
         """
-        branch = self.step >= self.half
         self._count(n)
+        self.state = {"step": self.step + n, "weight": float(self.step < self.half)}
         self.step += n
-        self.state = {
-            "step": self.step,
-            "weight": self.schedule.alpha(self.step - 1) if branch else 1.0,
-        }
         if self.step == self.half:
             self._fork()
-        if self.schedule.looks(self.step):
+        if self.step in self.schedule.evaluations:
             self._look()
 
     def block(self) -> StackBlock | str:
-        """Return the steps between two Gram matrices, looks or forks, which are the same work."""
+        """Return the steps between two Gram matrices, evaluations or forks, which are the same work."""
         if self.exchange_every > 1:
             return "not all steps are alike with `exchange_every`"
         why = self.points.why_not_captured or why_not_capturable(self.optimizer)
@@ -254,31 +252,23 @@ class AdaptiveLearner(Learner):
     drawn_for = ()
 
     @property
-    def stacks(self) -> tuple[Stack, Stack]:
-        """The parameters of all copies."""
-        return self.alone, self.peers
-
-    @property
     def held(self) -> tuple[Tensor, ...]:
-        """What a step reads and changes beside: weights, how long sums may be, a count."""
-        if self.step < self.half:
-            return self.trunk_weights, self.longest, self.unheard
-        fixed = self.second_half()
-        return fixed.weights, fixed.longest, self.unheard
+        """What a step reads beside parameters: weights, how long sums may be, origins."""
+        return self.trunk_weights, self.pooled_weights, self.longest, self.origins
 
     def drawn(self, step: int) -> list[Tensor]:
         """Return the examples of the next steps, a row for each step."""
         return [self.points.block(step)]
 
     def numbers(self, step: int) -> list[float]:
-        """Return α at a step."""
-        return [1.0 if self.step < self.half else self.schedule.alpha(step)]
+        """Return the numbers of a step: none."""
+        return []
 
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
         """Write the directions of all copies on the examples drawn; return user 0's loss."""
         answers = self.points.on(self.question(), drawn[0])
         own, losses = self.own_answers(answers)
-        self.direct(own, peer_sums(answers, len(self.peers.x)), numbers[0])
+        self.direct(own, peer_sums(answers, len(self.peers.x)))
         return losses[0]
 
     def taken(self, n: int, losses: Tensor) -> None:
@@ -286,105 +276,113 @@ class AdaptiveLearner(Learner):
         self.advanced(n)
 
     def repeats(self) -> int:
-        """Return how many of the next steps are alike: to the next Gram matrix, look or fork."""
-        return 0 if not self.step or self.looks.chosen is None else self.schedule.alike(self.step)
+        """Return how many of the next steps are alike: to the next Gram matrix, evaluation or fork."""
+        return 0 if not self.step or not self.looks.paths else self.schedule.alike(self.step)
 
     def _fork(self) -> None:
-        """Begin the branch from the trunk of the lower loss on examples that did not steer it.
+        """Begin the branch, where any peer can be followed; pooled goes on.
 
-        Pooled goes on.
+        Settings begin in turn from the trunks, each blind copy from the trunk that was judged
+        without its fold, and from pooled.
         """
-        trunks, copies = self.n_trunks, self.n_folds + 1
-        ends = self.points.losses(self._points("peers"), self.spec.me.examples)
-        fitted = self.looks.crossed(ends[:trunks]) if self.nested else ends[0]
-        ours, theirs = (
-            losses.mean().nan_to_num(math.inf, math.inf) for losses in (fitted, ends[trunks])
+        followed_any, trunks = self.peer_weights.fork(), self.n_folds
+        self._weigh()
+        x, held = self.peers.x, self.buffers["peers"]
+        self.peers, self.heard = self.peers.forked([[trunks]]), None
+        self.longest = self.x.new_tensor(
+            [float(self.peer_weights.by_size @ self.peer_weights.bounds())]
         )
-        # no loss is worse than one that is no number
-        better = "fitted" if bool(ours <= theirs) else "pooled"
-        origins = [[trunks]] * copies
-        if better == "fitted":
-            origins = (
-                [list(range(trunks)), *([q] for q in range(trunks))]
-                if self.nested
-                else [[0]] * copies
-            )
-        origins = [*origins, [trunks]]
-        if self.peer_weights.fork(better):  # else nobody was followed, and Alone is served
-            self.looks.paths |= {"branch": Candidate(), "pooled": Candidate()}
-        self.peers, self.heard = self.peers.forked(origins), None
-        self.buffers["peers"] = torch.stack(
-            [self.buffers["peers"][rows].mean(0) for rows in origins]
-        )
+        self.buffers["peers"] = held[trunks:].clone()
+        if followed_any:
+            rows = [[*range(trunks)], *([q] for q in range(trunks))], [[trunks]] * (trunks + 1)
+            begin = [row for each in self.settings for row in rows[each.from_pooled]]
+            self.origins = torch.stack([x[row].mean(0) for row in begin])
+            self.branch = self._own_stack(self.origins)
+            self.buffers["branch"] = torch.stack([held[row].mean(0) for row in begin])
 
     def _look(self) -> None:
-        """Look at all paths that have begun."""
-        copies = {"alone": self._points("alone")}
-        if "branch" in self.looks.paths:
-            branch, pooled = torch.split(self._points("peers"), [self.n_folds + 1, 1])
-            copies |= {"branch": branch, "pooled": pooled}
-        self.looks.add(self.step, copies)
+        """Judge all copies that are candidates."""
+        kinds = {"alone": self._by_setting("alone")}
+        if self.branch is not None:
+            from_pooled = [each.from_pooled for each in self.settings]
+            branch, wanted = self._by_setting("branch"), torch.tensor(from_pooled)
+            kinds |= {"branch": branch[~wanted], "branch from pooled": branch[wanted]}
+        if self.step and self.peer_weights.bounds().any():
+            kinds["pooled"] = self._points("peers")[-1:, None]
+        self.looks.add(kinds)
+
+    def _by_setting(self, of: Literal["alone", "branch"]) -> Tensor:
+        """Return where the copies of each setting are, (settings, copies, numbers of a point)."""
+        points = self._points(of)
+        return points.view(len(self.settings), -1, points.shape[1])
 
     def consider(self, validation_loss: float) -> None:
-        """Tell a scheduler that wants to know; what is best is chosen at the looks."""
+        """Tell a scheduler that wants to know; what is served is found by the mixture."""
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(validation_loss)
-            for stack in (self.alone, self.peers):
+            for stack in self.stacks:
                 stack.set_rates(self.optimizer)
 
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model to serve.
-
-        Under a guard the one trained alone where its validation loss is lower.
-        """
-        return self.looks.guarded() if self.guarded else (copied(self.model), {}, None)
+        """Return the mixture."""
+        if not self.looks.paths:
+            return copied(self.model), {}, None
+        return self.looks.model(self.looks.fitted().served), {}, None
 
     def trained_alone(self) -> nn.Module | None:
-        """Return the model trained alone beside this one."""
-        return self.looks.alone()
+        """Return the mixture of the candidates that ask no peer."""
+        return self.looks.model(self.looks.fitted().alone) if self.looks.paths else None
 
     def tau(self) -> Mapping[str, float]:
-        """Return the peers' weights in the path that would be served now.
-
-        Nothing where that is Alone.
-        """
-        return {} if self.looks.chosen is None else self.peer_weights.served(self.looks.chosen.path)
+        """Return the peers' weights in what would be served now."""
+        if not self.looks.paths:
+            return {}
+        shares = {kind: float(each.sum()) for kind, each in self.looks.weights().items()}
+        pooled = shares.get("branch from pooled", 0.0) + shares.get("pooled", 0.0)
+        weights = self.peer_weights.served(shares.get("branch", 0.0), pooled)
+        return dict(zip(self.engine.names, weights.tolist(), strict=True))
 
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
-        """Return who was listened to, when it stopped, what that cost, and what may be said of it."""
-        mine = travelled.get(self.costs.me, Traffic())
-        cost = {
-            "runs": self.gradients_asked / max(1, self.step),
-            "sketches" if self.sketch else "rows": self.grams * self.n_trunks,
-            "messages": sum(each.messages for each in travelled.values()),
-            "bytes": mine.bytes_sent + mine.bytes_received,
+        """Return the leaderboard, who was listened to, what that cost, and what may be said of it."""
+        if not self.looks.paths:
+            return {}
+        mine, kappa = travelled.get(self.costs.me, Traffic()), self.peer_weights.kappa()
+        return account_of(self.looks.fitted(), self.tau(), len(self.spec.me)) | {
+            "steps": self.schedule.judged(self.step),
+            "nobody": kappa[:, 0].tolist() if kappa.size else [],
+            "weights": dict(zip(self.engine.names, kappa[:, 1:].T.tolist(), strict=True))
+            if kappa.size
+            else {},
+            "cost": {
+                "runs": self.gradients_asked / max(1, self.step),
+                "sketches" if self.sketch else "rows": self.grams * self.n_folds,
+                "messages": sum(each.messages for each in travelled.values()),
+                "bytes": mine.bytes_sent + mine.bytes_received,
+            },
         }
-        judged = self.schedule.judged(self.step)
-        overruled = self.guarded and self.looks.overruled()
-        return account_of(
-            self.looks, self.peer_weights, judged, int(self.unheard), cost, overruled=overruled
-        )
 
     def _judging(self) -> list[int]:
         """Return the part of the own examples that judges each trunk."""
-        return list(range(1, self.n_trunks + 1)) if self.nested else [0]
+        return list(range(1, self.n_folds + 1))
 
     def _tensor(self, values: list[Array] | Array) -> Tensor:
         return torch.from_numpy(np.array(values)).to(self.x)
 
-    def _points(self, of: Literal["alone", "peers"]) -> Tensor:
+    def _points(self, of: Literal["alone", "peers", "branch"]) -> Tensor:
         """Return where the copies are, with the model's buffers where passes move them."""
-        x, buffers = (self.alone if of == "alone" else self.peers).x, self.buffers[of]
-        return torch.cat([x, buffers], dim=1) if buffers.shape[1] else x
+        stack = {"alone": self.alone, "peers": self.peers, "branch": self.branch}[of]
+        if stack is None:
+            raise AssertionError("the branch begins at half of the steps")
+        buffers = self.buffers[of]
+        return torch.cat([stack.x, buffers], dim=1) if buffers.shape[1] else stack.x
 
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
-        if self.step < self.half:
-            own, weights = self.n_folds + 1, self.peer_weights.of_trunks()
-            if self.schedule.judges(self.step):  # everybody is asked at every trunk
-                weights = [*[np.ones(len(self.engine.names))] * self.n_trunks, self._pooled]
-        else:
-            own, weights = 2 * (self.n_folds + 1), self.second_half().arrays
+        own, weights = len(self.alone.x), self.peer_weights.of_trunks()
+        if self.step >= self.half:
+            own, weights = own * (1 + (self.branch is not None)), weights[-1:]
+        elif self.schedule.judges(self.step):  # everybody is asked at every trunk
+            weights = [*[np.ones(len(self.engine.names))] * self.n_folds, self._pooled]
         self.costs.compute([self.costs.me], times=own * n)
         if not self._asks:
             return
@@ -398,21 +396,18 @@ class AdaptiveLearner(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
+        names = ("step", "half", "state", "longest", "origins", "buffers", "heard")
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("step", "half", "state", "unheard", "longest")
-            },
-            "buffers": list(self.buffers.values()),
+            **{name: getattr(self, name) for name in names},
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),
             "alone": self.alone.state_dict(),
             "peers": self.peers.state_dict(),
-            "paths": {name: dict(vars(path)) for name, path in self.looks.paths.items()},
+            "branch": self.branch and self.branch.state_dict(),
+            "paths": self.looks.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
             "asked": [self.grams, self.gradients_asked],
-            "heard": self.heard,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -420,19 +415,19 @@ class AdaptiveLearner(Learner):
         self.step, self.state = state["step"], state["state"]
         self.schedule = replace(self.schedule, half=state["half"])
         load_trained_state(self.model, state["model"])
-        self._second_half = None
         self.peers = Stack.of(self.spec, state["peers"]["x"].to(self.x))
         self.alone.load_state_dict(state["alone"])
         self.peers.load_state_dict(state["peers"])
-        self.buffers = dict(zip(self.buffers, state["buffers"], strict=True))
+        self.branch = None if state["branch"] is None else self._own_stack(state["branch"]["x"])
+        if self.branch is not None:
+            self.branch.load_state_dict(state["branch"])
+        self.buffers, self.heard = dict(state["buffers"]), state["heard"]
+        self.origins, self.longest = (state[name].to(self.x) for name in ("origins", "longest"))
         self.peer_weights.load_state_dict(state)
         self._weigh()
-        self.looks.load(state["paths"])
+        self.looks.load_state_dict(state["paths"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
         self.grams, self.gradients_asked = state["asked"]
-        self.heard = state.get("heard")
-        self.unheard.copy_(state["unheard"])
-        self.longest.copy_(state["longest"])

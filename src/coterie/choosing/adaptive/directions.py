@@ -1,7 +1,4 @@
-"""The directions of a step.
-
-Phase 1 follows the peers only, phase 2 mixes them with the own gradients.
-"""
+"""The directions of the models that follow the peers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.choosing.adaptive.weights import Array
 from coterie.engines.engine import Answers, PeerEvidence, combined
 
 FAR = 10.0
@@ -80,14 +76,6 @@ def peer_sums(answers: Answers, asked: int) -> PeerSums:
     return PeerSums(answers.sums[:asked], answers.answered)
 
 
-class FixedWeights(NamedTuple):
-    """The peers' weights in phase 2, which do not change."""
-
-    weights: Tensor  # of shape (R, N)
-    arrays: list[Array]  # the same
-    longest: Tensor  # of shape (R,): how long a sum of the peers may be
-
-
 def followed(peers: PeerSums, longest: Tensor, out: Tensor) -> None:
     """Write the directions of models (…, R, d).
 
@@ -96,25 +84,6 @@ def followed(peers: PeerSums, longest: Tensor, out: Tensor) -> None:
     answered = peers.answered.clamp(min=1e-12)
     near = peers.sums.norm(dim=-1) <= longest * answered
     torch.div(peers.sums, _divisors(answered, near), out=out)
-
-
-def mixed(
-    ours: Tensor, peers: PeerSums, longest: Tensor, alpha: float | Tensor, out: Tensor
-) -> Tensor:
-    """Write the directions of the copies that have own gradients `ours` (…, R − 1, d), and of the pooled model.
-
-    Return which of the peers' sums, (…, R), are accepted: no more came than they sent while they
-    were judged.
-    """
-    copies, sums = ours.shape[-2], peers.sums
-    accepted: Tensor = sums.norm(dim=-1) <= longest
-    share = alpha * (peers.answered * accepted)[..., :copies].unsqueeze(-1)
-    branch, pooled = out[..., :copies, :], out[..., copies:, :]
-    torch.mul(1 - share, ours, out=branch)
-    branch += (alpha * accepted[..., :copies]).unsqueeze(-1) * sums[..., :copies, :]
-    answered = peers.answered[..., copies:].clamp(min=1e-12)
-    torch.div(sums[..., copies:, :], _divisors(answered, accepted[..., copies:]), out=pooled)
-    return accepted
 
 
 def _divisors(weights: Tensor, followed: Tensor) -> Tensor:

@@ -1,158 +1,244 @@
-"""The looks of a run.
+"""The candidates of a run by gradient steps: points of its paths, judged on rows that they did not see.
 
-Losses of examples that copies have not seen, noted on every path, and what they choose.
+They are mixed as those of the closed form are; see `coterie.mixture.mixing`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.adaptive.stopping import (
-    Candidate,
-    Chosen,
-    Resampled,
-    hellinger,
-    standard_error,
-    worst_loss,
-)
-from coterie.choosing.adaptive.weights import Array
+from coterie.choosing.mixture import family_of
 from coterie.engines.asking import GradientsAtPoints
-from coterie.evaluation.losses import is_log_likelihood, is_squared
-from coterie.gradients.parameters import copied
+from coterie.engines.peer.linear_rows import linear_of
+from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.spec import RunSpec
-from coterie.recording.result import GuardDecision
-from coterie.users.examples import InMemory
+from coterie.mixture.candidates import Candidates, guesses
+from coterie.mixture.families import LOSS, Array, Family
+from coterie.mixture.fit import Fitted, clearly_more
+from coterie.mixture.mixing import LEAST, Entry, halves, mix, weights_of
+from coterie.mixture.served import Constant, Predictor, give
+from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import random_key
 from coterie.users.trees import leaves
 from coterie.users.user import User
 
+TEMPERATURES = (1.0, 1.5, 2.0, 3.0)
+"""By what outputs of classes are divided, each a candidate: fitted to few rows, networks are too sure."""
+
+
+@dataclass
+class Trajectory:
+    """The points of one kind of copies at the evaluations, and what they give for rows that they did not see."""
+
+    points: list[Tensor | None] = field(default_factory=list)  # None: too unlikely to be served
+    outputs: list[Array] = field(default_factory=list)  # of the own rows, (n, K)
+    held_out: list[Array] = field(default_factory=list)  # of the validation rows, (m, K)
+    evidence: list[Array] = field(default_factory=list)  # sums of their losses, by temperature
+
 
 class HeldOutEvaluations:
-    """The paths with their looks. After each look the model is what would be served then."""
+    """All candidates so far; after each evaluation the model is the best of them.
+
+    Args:
+        spec: of the run, prepared.
+        points: what passes examples through the model at points.
+        folds: of each own row, (n,).
+        single: serve the best candidate in the place of the mixture.
+    """
 
     def __init__(
-        self, spec: RunSpec, points: GradientsAtPoints, folds: Tensor, *, nested: bool
+        self, spec: RunSpec, points: GradientsAtPoints, folds: Tensor, *, single: bool = False
     ) -> None:
-        self.spec, self.points, self.folds, self.nested = spec, points, folds, nested
-        self.paths = {"alone": Candidate()}
-        self.held_out = 0 if spec.me.validation is None else len(spec.me.validation)
-        everyone = np.concatenate(
-            [folds.numpy(), np.arange(self.held_out) % (int(folds.max()) + 1)]
-        )
-        distance, self.chosen_by = (
-            (hellinger, "1 − √p") if is_log_likelihood(spec.loss) else (np.asarray, "loss")
-        )
-        drawn = random_key(spec.seed, f"{spec.me.name}/resamples") % 2**63
-        self._resampled = Resampled(everyone, drawn, distance)
-        self.chosen: Chosen | None = None
+        self.spec, self.points, self.folds = spec, points, folds.numpy()
+        self.paths: dict[str, Trajectory] = {}
+        rows, validation = spec.me.examples, spec.me.validation
+        outputs = points.outputs(points.start()[None], rows)
+        self.family = _family(spec, outputs)
+        k = 1 if outputs is None or self.family is LOSS else outputs.shape[2]
+        self.targets = self._targets(rows, k)
+        self.held_out = np.zeros((0, k)) if validation is None else self._targets(validation, k)
+        self.single = single or self.family is LOSS  # else nothing says how to mix predictions
+        self.temperatures = TEMPERATURES if self.family.name in ("softmax", "logistic") else (1.0,)
+        self._fitted: tuple[int, Fitted] | None = None
 
-    def add(self, step: int, copies: Mapping[str, Tensor]) -> None:
-        """Note losses at the points of each path's copies.
+    def add(self, copies: Mapping[str, Tensor]) -> None:
+        """Judge the points of each kind's copies, (settings, copies, numbers of a point).
 
-        The one that sees all first, then any blind ones.
+        Of a setting the copy that sees all rows comes first, then those blind to each fold, where
+        there are any. A point whose outputs are not finite is no candidate.
         """
-        for name, points in copies.items():
-            each = self.points.losses(points, self.spec.me.examples)
-            crossed = corrected = full = each[0]
-            if len(points) > 1:
-                crossed = self.crossed(each[1:])
-                corrected = self.corrected(crossed, each)
+        n = np.arange(len(self.folds))
+        for kind, points in copies.items():
+            if not len(points):
+                continue
+            every, path = points.flatten(0, 1), self.paths.setdefault(kind, Trajectory())
+            given = self._judged(every, self.spec.me.examples)
+            given = given.reshape(*points.shape[:2], *given.shape[1:])
+            blind = given[:, 1 + self.folds, n] if points.shape[1] > 1 else given[:, 0]
+            held_out = np.zeros((len(points), *self.held_out.shape))
             if self.spec.me.validation is not None:
-                held_out = self.points.losses(points[:1], self.spec.me.validation)[0]
-                crossed, corrected, full = (
-                    torch.cat([one, held_out]) for one in (crossed, corrected, full)
-                )
-            self.paths[name].add(step, points[0], crossed, corrected, full)
-        self.chosen = self._resampled.choose(self.paths, nested=self.nested)
-        path = self.paths[self.chosen.path]
-        self.points.serve(path.mean_point(self.chosen.frequencies[self.chosen.path]))
+                held_out = self._judged(points[:, 0], self.spec.me.validation)
+            for point, own, further in zip(points[:, 0], blind, held_out, strict=True):
+                if np.isfinite(own).all() and np.isfinite(further).all():
+                    path.points.append(point.clone())
+                    path.outputs.append(own)
+                    path.held_out.append(further)
+                    path.evidence.append(
+                        np.array([self._evidence(own / t, further / t) for t in self.temperatures])
+                    )
+        self._forget()
 
-    def crossed(self, losses: Tensor) -> Tensor:
-        """Return the loss of each own example in the row of its fold."""
-        return losses[self.folds, torch.arange(len(self.folds))]
-
-    def corrected(self, crossed: Tensor, each: Tensor) -> Tensor:
-        """Return losses by blind copies less what these lose by the examples that they lack.
-
-        Burman (1989) adds the loss of the copy that sees all less the mean loss of the blind ones.
-        For least squares that is right to first order. For losses of classes it took off too much,
-        and what is told stays as it is; see `benchmarks/honesty.py`.
-        """
-        return crossed + each[0] - each[1:].mean(0) if is_squared(self.spec.loss) else crossed
-
-    def guarded(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
-        """Return the model, or the one trained alone where its validation loss is lower.
-
-        See `Learner.served`.
-        """
-        judged = self._guarded()
-        if judged is None or judged[0].served != "alone":
-            return copied(self.spec.model), {}, judged and judged[0]
-        decision, best, point = judged
-        return self._with(point), best, decision
-
-    def overruled(self) -> bool:
-        """Say whether a guard serves the model trained alone."""
-        judged = self._guarded()
-        return judged is not None and judged[0].served == "alone"
-
-    def _guarded(self) -> tuple[GuardDecision, dict[str, Any], Tensor] | None:
-        """Return what a guard decides, and Alone's best look and point.
-
-        None without validation examples.
-        """
-        if self.chosen is None or self.spec.me.validation is None:
-            return None
-        # Both are means over looks chosen alike: the best of many looks would look better than it
-        # is.
-        path, frequencies = self.paths["alone"], self.chosen.frequencies["alone"]
-        # the model is what is served
-        points = torch.stack([self.points.start(), path.mean_point(frequencies)])
-        worst = worst_loss(self.paths)  # what both lose where neither's loss is finite
-        ours, theirs = (
-            self.points.losses(points, self.spec.me.validation)
-            .double()
-            .nan_to_num(worst, worst)
-            .numpy()
+    def _evidence(self, own: Array, further: Array) -> float:
+        return float(
+            self.family.losses(own, self.targets).sum()
+            + self.family.losses(further, self.held_out).sum()
         )
-        change, lower = ours - theirs, not ours.mean() <= theirs.mean()
-        decision = GuardDecision(
-            served="alone" if lower else "collaborative",
-            difference=float(change.mean()),
-            error=standard_error(change),
+
+    def weights(self) -> dict[str, Array]:
+        """Return the weights of all candidates, by kind and point."""
+        shape = -1, len(self.temperatures)
+        totals = {kind: np.reshape(path.evidence, shape) for kind, path in self.paths.items()}
+        flat = np.concatenate([each.ravel() for each in totals.values()])
+        alone = np.repeat([k == "alone" for k in totals], [e.size for e in totals.values()])
+        count = len(self.targets) + len(self.held_out)
+        given = weights_of(flat, count, self.targets.shape[1], halves(alone), self.family)
+        ends = np.cumsum([each.size for each in totals.values()])[:-1]
+        parts = np.split(given, ends)
+        return {
+            kind: np.asarray(part.reshape(each.shape).sum(1))
+            for (kind, each), part in zip(totals.items(), parts, strict=True)
+        }
+
+    def _forget(self) -> None:
+        """Serve the best point, and forget those that will not be served.
+
+        Losses of a point do not change, so that a share of its half of the mixture only falls.
+        """
+        weights = {kind: each for kind, each in self.weights().items() if len(each)}
+        if not weights:
+            return
+        best = max(weights, key=lambda kind: float(weights[kind].max()))
+        point = self.paths[best].points[int(weights[best].argmax())]
+        if point is not None:
+            self.points.serve(point)
+        for alone in (True, False):
+            half = {kind: each for kind, each in weights.items() if (kind == "alone") is alone}
+            least = LEAST * max((float(each.max()) for each in half.values()), default=0.0)
+            for kind, each in half.items():
+                path = self.paths[kind]
+                path.points = [
+                    None if weight < least and not self._is_linear else kept
+                    for weight, kept in zip(each.tolist(), path.points, strict=True)
+                ]
+
+    @property
+    def _is_linear(self) -> bool:
+        return linear_of(self.spec.model) is not None and self.family is not LOSS
+
+    def fitted(self) -> Fitted:
+        """Return the mixture of all candidates, and that of each kind."""
+        many = sum(len(path.points) for path in self.paths.values())
+        if self._fitted is None or self._fitted[0] != many:
+            self._fitted = many, self._mixed()
+        return self._fitted[1]
+
+    def _mixed(self) -> Fitted:
+        blocks = [self._block(kind, path) for kind, path in self.paths.items() if path.points]
+        if self.family is not LOSS:
+            blocks.append(self._constant())
+        served, alone, entries = mix(
+            *(self.family, self.targets, self.folds, blocks),
+            held_out=self.held_out if len(self.held_out) else None,
+            single=self.single,
         )
-        best = {"step": path.steps[int(frequencies.argmax())], "loss": float(theirs.mean())}
-        return decision, best, points[1]
+        guess = entries.get("constant")
+        is_constant = guess is not None and clearly_more(served.losses - guess.losses)
+        return Fitted(
+            served if guess is None or not is_constant else guess,
+            *(alone, entries, np.zeros(0), int(self.folds.max()) + 1, 0),
+            is_constant=is_constant,
+        )
 
-    def told(self) -> tuple[Array, Array]:
-        """Return the loss of each own and validation example under what is served and under Alone."""
+    def _block(self, kind: str, path: Trajectory) -> Candidates:
+        """Return the candidates of a kind: each point at each temperature."""
+        divisors = np.array(self.temperatures)[:, None]
 
-        def losses_at(point: Tensor) -> Array:
-            held = [
-                part
-                for part in (self.spec.me.examples, self.spec.me.validation)
-                if part is not None
-            ]
-            return (
-                torch.cat([self.points.losses(point[None], part)[0] for part in held])
-                .double()
-                .numpy()
+        def by_temperature(outputs: list[Array]) -> Array:
+            each = np.stack(outputs, 1)[:, :, None] / divisors  # (n, J, temperatures, K)
+            return np.reshape(each, (len(each), len(outputs) * len(divisors), each.shape[-1]))
+
+        about: dict[str, Any] = {
+            "kind": kind,
+            "outputs": by_temperature(path.outputs),
+            "held_out": by_temperature(path.held_out),
+            "alone": kind == "alone",
+        }
+        if self._is_linear:
+            points = torch.stack([point for point in path.points if point is not None])
+            numbers = self._numbers(points)[:, :, None] / divisors
+            return Candidates(
+                parameters=numbers.reshape(len(numbers), -1, numbers.shape[-1]), **about
             )
+        # one that was forgotten has too little weight to be served
+        models = [nn.Identity() if point is None else self._model(point) for point in path.points]
+        return Candidates(
+            predictors=[Predictor(model, t) for model in models for t in self.temperatures], **about
+        )
 
-        if self.chosen is None:
-            raise AssertionError("nothing has been looked at yet")
-        return self._resampled.told(self.chosen, self.paths, losses_at)
+    def _numbers(self, points: Tensor) -> Array:
+        """Return the parameters of linear models at points, (D, J, K), the intercept last."""
+        weight, *bias = Parameters(self.spec.model).unflatten(points).values()
+        whole = torch.cat([weight.movedim(2, 0), *(each[None] for each in bias)])
+        return np.asarray(whole.double().cpu().numpy())
 
-    def alone(self) -> nn.Module | None:
-        """Return the model trained alone, as its looks say."""
-        if self.chosen is None:
-            return None
-        return self._with(self.paths["alone"].mean_point(self.chosen.frequencies["alone"]))
+    def _constant(self) -> Candidates:
+        """Return the constant, found without each fold."""
+        outputs = guesses(self.family, self.targets, self.folds)
+        about: dict[str, Any] = {
+            "kind": "constant",
+            "outputs": outputs[1 + self.folds][:, None],
+            "held_out": np.repeat(outputs[None, :1], len(self.held_out), 0),
+            "alone": True,
+        }
+        layer = linear_of(self.spec.model)
+        if not self._is_linear or layer is None or layer.bias is None:
+            like = next(self.spec.model.parameters())
+            served = Constant(torch.from_numpy(outputs[0])).to(like)
+            return Candidates(predictors=[Predictor(served)], **about)
+        parameters = np.zeros((layer.in_features + 1, 1, len(outputs[0])))
+        parameters[-1, 0] = outputs[0]
+        return Candidates(parameters=parameters, **about)
 
-    def _with(self, point: Tensor) -> nn.Module:
+    def model(self, entry: Entry) -> nn.Module:
+        """Return what an entry of the leaderboard serves."""
+        model = copied(self.spec.model)
+        layer = linear_of(model)
+        if entry.others or layer is None:
+            mixed = entry.model(self.family, intercept=layer is not None and layer.bias is not None)
+            return mixed.to(next(self.spec.model.parameters()))
+        give(layer, entry.parameters)
+        return model
+
+    def _judged(self, points: Tensor, examples: Examples) -> Array:
+        """Return the outputs at each point for each row, (R, n, K); losses where there is no family."""
+        if self.family is LOSS:
+            return np.asarray(self.points.losses(points, examples).numpy())[..., None]
+        outputs = self.points.outputs(points, examples)
+        if outputs is None:
+            raise AssertionError("outputs of own rows were numbers before")
+        return np.asarray(outputs.double().cpu().numpy())
+
+    def _targets(self, examples: Examples, k: int) -> Array:
+        if self.family is LOSS:
+            return np.zeros((len(examples), 1))
+        _, targets = examples.take(torch.arange(len(examples)))
+        return self.family.targets(targets.detach().cpu().double().numpy(), k)
+
+    def _model(self, point: Tensor) -> nn.Module:
         """Return a copy of the model with the parameters and buffers of a point."""
         served = self.points.start()
         self.points.serve(point)
@@ -160,14 +246,42 @@ class HeldOutEvaluations:
         self.points.serve(served)
         return model
 
-    def load(self, paths: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take up saved paths, their losses on the host."""
-        self.paths = {}
-        for name, saved in paths.items():
-            kinds = ([each.cpu() for each in saved[key]] for key in ("losses", "corrected", "full"))
-            self.paths[name] = Candidate(list(saved["steps"]), list(saved["points"]), *kinds)
-        if self.paths["alone"].steps:
-            self.chosen = self._resampled.choose(self.paths, nested=self.nested)
+    def state_dict(self) -> dict[str, Any]:
+        """Return all candidates."""
+        return {
+            kind: {
+                name: list(map(torch.from_numpy, each)) if name != "points" else each
+                for name, each in vars(path).items()
+            }
+            for kind, path in self.paths.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take up saved candidates."""
+        self.paths = {
+            kind: Trajectory(
+                **{
+                    name: [each.cpu().numpy() for each in saved]
+                    if name != "points"
+                    else list(saved)
+                    for name, saved in path.items()
+                }
+            )
+            for kind, path in state.items()
+        }
+
+
+def _family(spec: RunSpec, outputs: Tensor | None) -> Family:
+    """Return the family by which predictions are mixed; `LOSS` where nothing says how."""
+    family, held = family_of(spec.loss), [spec.me.examples, spec.me.validation]
+    if family is None or outputs is None or outputs.ndim != 3:
+        return LOSS
+    fits = (
+        family.fits(examples.take(torch.arange(len(examples)))[1], outputs.shape[2])
+        for examples in held
+        if examples is not None
+    )
+    return family if all(fits) else LOSS
 
 
 def split(me: User, folds: int, seed: int) -> Tensor:

@@ -20,34 +20,18 @@ class PeerWeights:
 
     Every trunk its fitted weights, pooled the peers' shares of all examples.
 
-    The branch follows what its trunk found, the mean over the last third, or goes on as pooled; see
-    `fork`.
-
     Args:
         engine: which tells numbers of examples, and the noise that private peers add.
         schedule: of the run.
         d: how many numbers a gradient has.
-        n_folds: into how many parts user 0's examples are split.
-        nested: whether there is a trunk for each fold; else one.
+        n_folds: into how many parts user 0's examples are split; each has a trunk.
     """
 
-    def __init__(
-        self, engine: Engine, schedule: Schedule, d: int, n_folds: int, *, nested: bool
-    ) -> None:
-        self.engine, self.steps, self.d, self.n_folds, self.nested = (
-            engine,
-            schedule.steps,
-            d,
-            n_folds,
-            nested,
-        )
-        self.fitted = [
-            FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds if nested else 1)
-        ]
+    def __init__(self, engine: Engine, schedule: Schedule, d: int, n_folds: int) -> None:
+        self.engine, self.steps, self.d = engine, schedule.steps, d
+        self.fitted = [FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds)]
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
-        # or "pooled": from which the branch began; "none" where there was nobody to follow
-        self.trunk = "fitted"
 
     def fit(self, near: WithoutOutliers) -> None:
         """Fit the weights of the next steps."""
@@ -61,50 +45,38 @@ class PeerWeights:
         noise = added / (self.steps * max(near.usual * near.usual, 1e-30))
         self.by_size = shares(self.sizes, noise, without=near.outlier)
 
-    def fork(self, trunk: str) -> bool:
-        """Begin the branch from a trunk, without peers that never answered.
+    def fork(self) -> bool:
+        """Leave out of pooled peers that never answered.
 
         Say whether any peer is left.
         """
         judged = self.bounds() > 0
-        self.trunk = trunk if judged.any() else "none"
         if not self.by_size[
             judged
         ].any():  # all who answered were far too long at the last Gram matrix
             self.by_size = shares(self.sizes)
         if judged.any():
             self.by_size = self.by_size * judged / self.by_size[judged].sum()
+        else:
+            self.by_size = np.zeros_like(self.by_size)
         return bool(judged.any())
 
     def of_trunks(self) -> list[Array]:
         """Return the weights in each trunk, then in pooled."""
         return [*(fitted.weights for fitted in self.fitted), self.by_size]
 
-    def of_branch(self) -> list[Array]:
-        """Return the weights in each of the branch's copies, then in pooled.
-
-        Zeros where nobody can be followed.
-        """
-        if self.trunk == "pooled":
-            return [self.by_size] * (self.n_folds + 2)
-        if self.trunk == "none":
-            return [np.zeros_like(self.by_size)] * (self.n_folds + 2)
-        taus = [fitted.tau() for fitted in self.fitted]
-        tau = np.mean(taus, axis=0)
-        return [tau, *(taus if self.nested else [tau] * self.n_folds), self.by_size]
-
-    def served(self, path: str) -> Mapping[str, float]:
-        """Return the weights in the copy that a path serves; nothing for Alone."""
-        if path == "alone":
-            return {}
-        weights = self.of_branch()[0 if path == "branch" else -1]
-        return dict(zip(self.engine.names, weights.tolist(), strict=True))
+    def served(self, branch: float, pooled: float) -> Array:
+        """Return the peers' weights where what came of the trunks and of pooled has these shares."""
+        tau = np.mean([fitted.tau() if fitted.kappa else self.by_size for fitted in self.fitted], 0)
+        return np.asarray(branch * tau + pooled * self.by_size)
 
     def bounds(self) -> Array:
         """Return how long each peer's gradients were while it was judged.
 
         0 for one that never answered.
         """
+        if not self.fitted[0].kappa:
+            return np.zeros_like(self.by_size)
         return np.asarray(np.mean([fitted.bounds() for fitted in self.fitted], axis=0))
 
     def kappa(self) -> Array:
@@ -114,7 +86,6 @@ class PeerWeights:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later weights depend on."""
         return {
-            "trunk": self.trunk,
             "sizes": torch.from_numpy(self.sizes),
             "by_size": torch.from_numpy(self.by_size),
             "fitted": [fitted.state_dict() for fitted in self.fitted],
@@ -122,7 +93,6 @@ class PeerWeights:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state."""
-        self.trunk = state["trunk"]
         self.sizes, self.by_size = (state[name].cpu().numpy() for name in ("sizes", "by_size"))
         for fitted, saved in zip(self.fitted, state["fitted"], strict=True):
             fitted.load_state_dict(saved)

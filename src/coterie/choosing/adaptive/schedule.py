@@ -1,18 +1,15 @@
-"""What is done at which step of trunk and branch.
+"""What is done at which step of trunk and branch: judging, evaluations, the fork."""
 
-Judging, looks, the fork, and the peers' weight after it.
-"""
-
-import math
+import functools
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 GRAMS = 12
 """Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
-LOOKS = 20
-"""Looks in a run."""
-FIRST, LAST = 2.2, -4.6
-"""The logit of α at the branch's first and last step: α falls from .9 to .01."""
+EVALUATIONS = 7
+"""Evaluations in each half of a run, beside that before the first step."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +20,30 @@ class Schedule:
         >>> schedule = Schedule.of(60)
         >>> schedule.half, [step for step in range(60) if schedule.judges(step)][:4]
         (30, [0, 2, 4, 6])
-        >>> round(schedule.alpha(30), 2), round(schedule.alpha(59), 2)
-        (0.9, 0.01)
+        >>> sorted(schedule.evaluations)
+        [0, 1, 2, 3, 5, 10, 17, 30, 31, 32, 33, 35, 40, 47, 60]
     """
 
     steps: int
     half: int  # the branch's first step
     between_grams: int  # in the trunk every peer is judged so often
-    between_looks: int
 
     @classmethod
     def of(cls, steps: int) -> Self:
         """Return the schedule of a run of so many steps."""
         half = max(1, round(steps / 2))
-        return cls(steps, half, max(1, half // GRAMS), max(1, steps // LOOKS))
+        return cls(steps, half, max(1, half // GRAMS))
+
+    @functools.cached_property
+    def evaluations(self) -> frozenset[int]:
+        """The steps after which all copies are judged: dense where a half begins."""
+        after = (
+            np.geomspace(max(1, n // 50), max(1, n), EVALUATIONS).round().astype(int)
+            for n in (self.half, self.steps - self.half)
+        )
+        first, second = ({*each.tolist()} for each in after)
+        second = {min(self.half + step, self.steps) for step in second}
+        return frozenset({0, self.half, self.steps, *first, *second})
 
     def judges(self, step: int) -> bool:
         """Say whether a step judges every peer by itself."""
@@ -46,34 +53,29 @@ class Schedule:
         """Return which of the first steps judge."""
         return list(range(0, min(steps, self.half), self.between_grams))
 
-    def exchanges(self, every: int) -> int:
-        """Return in how many steps peers are asked.
+    def exchanges(self, every: int) -> tuple[int, int]:
+        """Return in how many steps of each half peers are asked.
 
         Every so many, where they are judged, and at the fork.
 
         Example:
             >>> Schedule.of(240).exchanges(8), Schedule.of(240).exchanges(1)
-            (39, 240)
+            ((24, 15), (120, 120))
         """
-        return len(
-            {*range(0, self.steps, every), *self.judged(self.steps), min(self.half, self.steps - 1)}
-        )
-
-    def looks(self, steps: int) -> bool:
-        """Say whether there is a look after so many steps."""
-        return steps % self.between_looks == 0 or steps in (self.half, self.steps)
-
-    def alpha(self, step: int) -> float:
-        """Return the peers' weight at a step of the branch."""
-        done = (step - self.half) / max(1, self.steps - self.half - 1)
-        return 1 / (1 + math.exp(-(FIRST + (LAST - FIRST) * min(1.0, done))))
+        asked = {
+            *range(0, self.steps, every),
+            *self.judged(self.steps),
+            min(self.half, self.steps - 1),
+        }
+        first = sum(step < self.half for step in asked)
+        return first, len(asked) - first
 
     def alike(self, step: int) -> int:
         """Return how many steps from this one on are the same work.
 
-        To the next Gram matrix, look or fork.
+        To the next Gram matrix, evaluation or fork.
         """
-        ends = [step - step % self.between_looks + self.between_looks, self.steps]
+        ends = [min(each for each in (*self.evaluations, self.steps + 1) if each > step)]
         if step < self.half:
-            ends += [step + -step % self.between_grams, self.half]
+            ends.append(step + -step % self.between_grams)
         return min(ends) - step

@@ -268,10 +268,11 @@ class Remote:
         return self._transport.traffic
 
     def promises(self) -> Mapping[str, Mapping[str, float]]:
-        """Ask the sites that told of noise what they promise and have spent, and return it with that noise."""
-        # who has spent all, and refuses, too
-        asked = [name for name, noise in self._noise.items() if noise]
-        if not asked:
+        """Ask private sites what they promise and have spent, and return it with the noise they told."""
+        # who has spent all, and refuses, too; all, where the last steps were another job's
+        heard = self._noise or dict.fromkeys(self.names, 1.0)
+        asked = [name for name, noise in heard.items() if noise]
+        if not asked or self._sums is not None or self.groups:
             return {}
         replies = self._transport.ask(asked, "ready").wait()
         terms = {
@@ -280,7 +281,8 @@ class Remote:
         told = {
             name: promise for name in terms if (promise := promise_told(terms[name])) is not None
         }
-        return {name: {**promise, "noise": self._noise[name]} for name, promise in told.items()}
+        noise = {name: {"noise": told} for name, told in self._noise.items()}
+        return {name: promise | noise.get(name, {}) for name, promise in told.items()}
 
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""
