@@ -119,6 +119,16 @@ def test_the_default_takes_trees_where_they_are_right_and_saves_them_without_cod
         assert torch.equal(load_model(tmp_path)(inputs), outputs)
 
 
+def test_a_run_that_is_resumed_after_its_end_serves_the_same_trees(tmp_path: Path) -> None:
+    me, peers, model, loss = task(0)
+    rule, inputs = coterie.Mixture(trees=True), torch.randn(20, 4)
+    how: dict[str, Any] = {"measure": False, "out": tmp_path, "trackers": ()}
+    first = coterie.train(model, loss, me, peers, rule, **how)
+    again = coterie.train(torch.nn.Linear(4, 1), loss, me, peers, rule, resume=True, **how)
+    assert torch.equal(first.model(inputs), again.model(inputs))
+    assert type(again.model) is not torch.nn.Linear
+
+
 def test_without_peers_at_hand_there_is_the_forest() -> None:
     me, _, model, loss = task(2)
     run = coterie.train(model, loss, me, (), coterie.Mixture(trees=True), measure=False)

@@ -391,6 +391,12 @@ class ClosedForm(Learner):
     def consider(self, validation_loss: float) -> None:
         """Do nothing: what is served is found by the mixture."""
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: parameters are in it, trees are grown again, to the same bits."""
+        super().load_state_dict(state)
+        if self.trees and self.step:
+            self.fitted = self._fit()
+
     def served(self) -> tuple[nn.Module, dict[str, Any], GuardDecision | None]:
         """Return the model of the mixture."""
         return self._model(None if self.fitted is None else self.fitted.served), {}, None
