@@ -22,6 +22,7 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.messages import answer_message, pack_request
 from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
 from coterie.errors import KnobError
@@ -242,6 +243,40 @@ def test_the_last_layer_of_a_network_is_asked_on_what_goes_into_it() -> None:
     np.testing.assert_allclose(told.gradient[:6, 0], slope.T.numpy(), atol=1e-6)
     plain = Request(x[None], 0, 0, 32, e_step=replace(asked, layer="1"))
     assert peer.answer(plain).refused == "its model has no such linear layer"
+
+
+JUNK: tuple[Any, ...] = (
+    None,
+    "text",
+    -1,
+    math.nan,
+    [1.0],
+    {},
+    np.zeros(3),
+    np.full((5, 2, 3), np.inf),
+    np.zeros((9,) * 3),
+)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["family", "told", "layer", "examples", "mean", "variance", "noise", "scale", "intercept"],
+)
+def test_nonsense_for_a_question_is_refused_and_told(field: str) -> None:
+    """Whoever makes the message: a site answers why, computes nothing, and counts nothing."""
+    peer = held(users()[1:], Caps(gradients=100))["peer 1"]
+    asked = a_question(Scaling.none(4, 3)._replace(intercept=True), "posterior")
+    message = pack_request(Request(torch.zeros(1, 15), 0, 0, 32, e_step=asked))
+    assert "gradients" in answer_message(peer, "user 0", message)
+    given = peer.ledger.given
+    for junk in JUNK:
+        wrong = {**message, "e_step": message["e_step"] | {field: junk}}
+        reply = answer_message(peer, "user 0", wrong)
+        assert isinstance(reply["refused"], str), (field, junk)
+        assert "failed" not in reply["refused"], (field, junk)
+    assert peer.ledger.given == given
+    twice = {**message, "e_step": message["e_step"] | {"told": "posterior posterior"}}
+    assert "refused" in answer_message(peer, "user 0", twice)
 
 
 class Dying(LocalSites):

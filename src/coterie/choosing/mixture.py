@@ -392,9 +392,8 @@ class ClosedForm(Learner):
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
         self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
-        self.step += 1
         self.state = {
-            "step": self.step,
+            "step": self.step + 1,
             "weight": 1
             - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
