@@ -5,8 +5,9 @@
 Four hospitals on this machine (`examples/consortium.py`): a provisioned server and three sites over
 mutual TLS, all connected before the clock starts. Nothing is set, so that the model is found in
 closed form; with `--options` of `coterie federate init` anything else. The latency is a delay in
-what carries user 0's messages, there and back. It also prints how busy the machine was: NVFLARE
-starts a process at each party for a job, which takes as long as the processors are busy elsewhere.
+what carries user 0's messages, there and back. NVFLARE starts a process at each party for a job,
+which takes most of the time: so the processor seconds of all four parties are printed too, and how
+busy the machine was beside.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import coterie
 from coterie.engines.remote.sites import Replies
@@ -77,13 +81,13 @@ def main(given: argparse.Namespace) -> None:
         tables = example.hospitals(given.data)
         with contextlib.redirect_stdout(sys.stderr):
             sites = example.set_up(folder, tables, "cleveland", shlex.split(given.options))
-        with example.started(*example.commands(folder, sites)):
+        with example.started(*example.commands(folder, sites)) as parties:
             connect(folder, len(sites))
-            print("| latency | seconds | waited | exchanges | kB | load |")
-            print("|---" * 6 + "|")
+            print("| latency | seconds | processor seconds | waited | exchanges | kB | load |")
+            print("|---" * 7 + "|")
             for latency in given.latencies.split(","):
                 (folder / "delay").write_text(latency, encoding="utf-8")
-                print(measured(folder, float(latency)), flush=True)
+                print(measured(folder, float(latency), parties), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -98,17 +102,43 @@ def connect(folder: Path, sites: int) -> None:
     raise TimeoutError("the sites do not connect")
 
 
-def measured(folder: Path, latency: float) -> str:
+@contextlib.contextmanager
+def computing(parties: Sequence[psutil.Process]) -> Iterator[dict[int, float]]:
+    """Give the processor seconds of parties and their children by process, as they grow."""
+    found, over = dict[int, float](), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.3):
+            for party in parties:
+                for process in (party, *party.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        times = process.cpu_times()
+                        found[process.pid] = times.user + times.system
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        looking.join()
+
+
+def measured(folder: Path, latency: float, parties: Sequence[psutil.Process]) -> str:
     """Train once, and return a line of the table."""
-    began = time.monotonic()
-    supervise(folder, show_line=lambda line: print(line, file=sys.stderr), progress=False)
+    with computing(parties) as before:
+        time.sleep(1)
+    began, before = time.monotonic(), dict(before)
+    with computing(parties) as after:
+        supervise(folder, show_line=lambda line: print(line, file=sys.stderr), progress=False)
     seconds = time.monotonic() - began
+    computed = sum(after.values()) - sum(before.get(pid, 0.0) for pid in after)
     record = coterie.Record.load(folder / RUN / "record.jsonl")
     mine = record.end.traffic[record.configuration.me.name]
     exchanges = record.end.account.get("exchanges", record.end.step)
     size = (mine.bytes_sent + mine.bytes_received) / 1e3
     shutil.rmtree(folder / RUN)
-    cells = f"{1e3 * latency:.0f} ms | {seconds:.1f} | {mine.seconds_waiting:.1f} | {exchanges}"
+    cells = f"{1e3 * latency:.0f} ms | {seconds:.1f} | {computed:.1f} | {mine.seconds_waiting:.1f} | {exchanges}"
     return f"| {cells} | {size:.0f} | {os.getloadavg()[0]:.0f} |"
 
 

@@ -63,8 +63,8 @@ def tau(spec: RunSpec, engine: Any) -> np.ndarray[Any, Any]:
     costs = Costs(dict.fromkeys([spec.me.name, *engine.names], spec.batch_size))
     made = coterie.AdaptiveAveraging().learner(spec, engine, costs)
     assert isinstance(made, AdaptiveLearner)
-    while made.step < made.half:
-        made.next_step().take()
+    while made.step < made.schedule.half:
+        made.take_step()
     return np.asarray(np.mean([fitted.tau() for fitted in made.peer_weights.fitted], axis=0))
 
 

@@ -213,7 +213,7 @@ def ours(
         end = learner.step + count
         while learner.step < end:
             if whole is None or whole.advance(end - learner.step) is None:
-                learner.next_step().take()
+                learner.take_step()
 
     return steps
 

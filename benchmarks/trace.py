@@ -12,6 +12,7 @@ checks that.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
-from coterie.training.loop import TrainingLoop
+from coterie.training.loop import Loop
 
 SOURCE = Path(coterie.__file__).parent
 PLAIN, JUDGING, FIRST = 9, 8, 0
@@ -53,8 +54,8 @@ class Walk:
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         place = _place(frame)
-        if event != "call" or place is None:
-            return
+        if event != "call" or place is None or not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+            return  # not the body of a class, which runs once, when its module is imported
         self.calls.append((place, frame.f_code.co_qualname))
         if "self" in frame.f_locals:
             self.classes.add(type(frame.f_locals["self"]).__name__)
@@ -106,17 +107,18 @@ def traced(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     walks: dict[int | str, Walk] = {"set-up": Walk()}
-    advance = TrainingLoop.advance
+    advance = Loop.advance
 
-    def watched(loop: TrainingLoop, *given: Any) -> Any:
+    def watched(loop: Loop, most: int) -> Any:
         sys.setprofile(None)
-        if loop.learner.step not in steps:
-            return advance(loop, *given)
-        with walks.setdefault(loop.learner.step, Walk()):
-            return advance(loop, *given)
+        step = loop.going[0].learner.step
+        if step not in steps:
+            return advance(loop, most)
+        with walks.setdefault(step, Walk()):
+            return advance(loop, most)
 
     with (
-        mock.patch.object(TrainingLoop, "advance", watched),
+        mock.patch.object(Loop, "advance", watched),
         warnings.catch_warnings(),
         walks["set-up"],
     ):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.engines import SITES, MakeSites
 from tests.support.model_cases import (
     BATCH,
     CASES,
@@ -24,14 +29,19 @@ from tests.support.model_cases import (
     plain_gradient,
     some_point,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as f
 
 import coterie
 from coterie.engines import AnswersAtOwnPoints, Captures, Local, require
 from coterie.engines.engine import MakeEngine
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.ledger import Ledger
+from coterie.engines.remote.engine import Remote
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
+from coterie.privacy.sums import SumsOnly
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -299,3 +309,151 @@ def test_at_points_of_their_own(engine: coterie.Engine) -> None:
     assert float(losses[0]) == pytest.approx(float(loss))
     everything = torch.arange(5)
     assert users.on("peer 4", points[4], everything, 3)[0].shape == x.shape
+
+
+# What a site promises holds whatever carries the messages.
+
+every_sites = pytest.mark.parametrize("make_sites", SITES.values(), ids=SITES)
+LATE = {name: make for name, make in SITES.items() if name != "here"}  # where it is one thread
+D = 21
+
+
+def held(n: int = 4, **settings: Any) -> tuple[coterie.User, dict[str, Peer]]:
+    """Return user 0 and peers of a linear model."""
+    random = torch.Generator().manual_seed(0)
+    people = [
+        coterie.User(name, torch.randn(20, 6, generator=random).double(), torch.arange(20) % 3)
+        for name in ["me", *(f"peer {k}" for k in range(1, n + 1))]
+    ]
+    return people[0], {
+        one.name: Peer(one, Passes(linear(), f.cross_entropy), **settings) for one in people[1:]
+    }
+
+
+def linear() -> nn.Module:
+    return nn.Linear(6, 3).double()
+
+
+def remote(me: coterie.User, sites: Any, names: Iterable[str], **how: Any) -> Remote:
+    how = {"batch_size": 5, "probe_every": 1} | how
+    return Remote(linear(), f.cross_entropy, me, sites=sites, names=list(names), **how)
+
+
+X = torch.linspace(-1, 1, D, dtype=torch.float64)
+EVEN = {f"peer {k}": 0.25 for k in range(1, 5)}
+
+
+@every_sites
+def test_caps_and_ledgers_hold(make_sites: MakeSites, tmp_path: Path) -> None:
+    me, peers = held(caps=Caps(gradients=3, norm=0.1), log=Ledger(tmp_path / "log"))
+    with make_sites(peers, None) as sites:
+        engine = remote(me, sites, peers)
+        found = [engine.gradients(X, step, EVEN, rows=True) for step in range(2)]
+    assert found[0].rows is not None
+    assert float(found[0].rows.norm(dim=1).max()) < 0.1001
+    # they share a ledger, and so its count
+    assert [len(g.left_out) for g in found] == [1, 4]
+    assert set(found[1].left_out.values()) == {
+        "refused: it has given all the gradients it gives, 3"
+    }
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert sum("refused" not in line for line in lines) == Ledger(tmp_path / "log").given == 3
+
+
+@every_sites
+def test_masked_sums_are_the_plain_ones_and_nothing_else_is_given(make_sites: MakeSites) -> None:
+    me, peers = held()
+    plain, _ = held()
+    with make_sites(peers, SumsOnly()) as sites:
+        engine = remote(me, sites, peers, secure_sums=True)
+        found = [engine.gradients(X, step, EVEN) for step in range(3)]
+        assert remote(me, sites, peers).gradients(X, 9, EVEN).answered == 0
+    users = [peer.user for peer in peers.values()]
+    inside = coterie.InProcess(linear(), f.cross_entropy, plain, users, batch_size=5)
+    for step, g in enumerate(found):
+        wanted = inside.gradients(X, step, EVEN).peers
+        torch.testing.assert_close(g.peers, wanted, rtol=0, atol=1e-6)
+        assert (g.answered, g.left_out) == (1, {})
+
+
+@every_sites
+def test_a_lost_site_is_left_out_and_asked_again_once_it_is_back(make_sites: MakeSites) -> None:
+    me, peers = held()
+    with make_sites(peers, None) as sites:
+        engine = remote(me, sites, peers, misses=2, timeout=20.0)
+        whole = engine.gradients(X, 0, EVEN)
+        sites.lose("peer 3")
+        lost = [engine.gradients(X, step, EVEN) for step in range(1, 5)]
+        sites.bring("peer 3")
+        end, step = time.monotonic() + 30, 5
+        while engine.gradients(X, step, EVEN).answered < 1 and time.monotonic() < end:
+            step += 1
+            time.sleep(0.02)
+        back = engine.gradients(X, 0, EVEN)
+    assert {tuple(g.left_out.items()) for g in lost} == {
+        (("peer 3", "no answer"),),
+        (("peer 3", "not waited for"),),
+    }
+    assert [g.answered for g in lost] == [0.75] * 4
+    assert torch.equal(back.peers, whole.peers)  # type: ignore[arg-type]  # there are peers
+    rest = {name: weight for name, weight in EVEN.items() if name != "peer 3"}
+    users = [peer.user for peer in peers.values()]
+    wanted = coterie.InProcess(linear(), f.cross_entropy, me, users, batch_size=5).gradients(
+        X, 1, rest
+    )
+    assert wanted.peers is not None
+    close(lost[0].peers, wanted.peers + wanted.own / 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make_sites", LATE.values(), ids=LATE)
+def test_who_is_late_is_left_out_of_the_step_alone(make_sites: MakeSites) -> None:
+    me, peers = held()
+    honest, goes_on = peers["peer 2"].answer, threading.Event()
+
+    def late(*request: Any, **how: Any) -> Any:
+        goes_on.wait(30)
+        return honest(*request, **how)
+
+    with make_sites(peers, None) as sites:
+        engine = remote(me, sites, peers, timeout=1.0)
+        peers["peer 2"].answer = late  # type: ignore[method-assign]
+        g = engine.gradients(X, 0, EVEN)
+        assert g.left_out == {"peer 2": "no answer"}
+        goes_on.set()
+        end, step = time.monotonic() + 30, 1
+        while engine.gradients(X, step, EVEN).left_out and time.monotonic() < end:
+            step += 1
+        assert engine.gradients(X, step + 1, EVEN).left_out == {}
+
+
+@every_sites
+@pytest.mark.parametrize("rule", [coterie.BiasCorrection(0.5, 0.1), coterie.AdaptiveAveraging()])
+def test_a_run_over_sites_resumes_to_the_same_bits(
+    make_sites: MakeSites, rule: Any, tmp_path: Path
+) -> None:
+    """User 0 stops half-way, and goes on with sites that are other processes by then."""
+
+    def train(out: Path, stop: int | None) -> coterie.Run:
+        me, peers = held()
+        with make_sites(peers, None) as sites:
+            engine: Any = partial(_remote, sites=sites, names=list(peers))
+            torch.manual_seed(0)
+            how: dict[str, Any] = {"steps": 12, "batch_size": 5, "lr": 0.1, "checkpoint_every": 4}
+
+            def hook(step: coterie.Step) -> bool:
+                return stop is not None and step.step == stop
+
+            how |= {"progress": False, "trackers": (), "resume": True, "hooks": [hook]}
+            return coterie.train(
+                linear(), f.cross_entropy, me, [], rule, engine=engine, out=out, **how
+            )
+
+    whole = train(tmp_path / "whole", None)
+    assert train(tmp_path / "cut", 6).step == 6
+    again = train(tmp_path / "cut", None)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value)
+
+
+def _remote(model: nn.Module, loss: Any, me: coterie.User, peers: Any, **how: Any) -> Remote:
+    return Remote(model, loss, me, peers, **how)

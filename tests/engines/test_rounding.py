@@ -99,4 +99,4 @@ def test_half_the_bytes_lead_to_the_same_model(where: str) -> None:
 
 def test_what_it_cannot_be_rounded_to_is_refused() -> None:
     with pytest.raises(KnobError, match='`compress` must be "bf16", "fp16" or None'):
-        trained("NVFLARE's, over sites in this process", "int8")
+        trained("here", "int8")

@@ -15,6 +15,7 @@ import coterie
 from coterie import Alone, BiasCorrection, RunSpec
 from coterie.errors import KnobError, ModelError
 from coterie.learners.learner import RuleLearner
+from coterie.learners.stack import Steps
 from coterie.recording.costs import Costs
 
 Users = Callable[..., list[coterie.User]]
@@ -31,10 +32,12 @@ def test_a_step_is_the_rule_the_optimizer_and_the_scheduler(make_users: Users) -
     learner = learner_of(users, BiasCorrection(0.5, 0.1), scheduler=lambda sgd: StepLR(sgd, 1, 0.1))
     before, step = learner.x.clone(), learner.next_step()
     assert torch.equal(learner.x, before)  # nothing moves before it is taken
-    assert step.is_finite()
+    assert step.own.isfinite().all()
     g = learner.gradients()
     direction, state = learner.rule(g, learner.state)
-    step.take()
+    step.write()
+    Steps().take(learner.stacks)
+    learner.advanced(1)
     assert torch.equal(learner.x, before - 0.5 * direction)
     assert torch.equal(learner.state["c"], state["c"])
     assert (learner.step, learner.weight) == (1, 0.5)
@@ -50,13 +53,13 @@ def test_a_state_goes_on_to_the_same_bits(make_users: Users) -> None:
         learner_of(users, BiasCorrection(0.5, 0.1), optimizer=torch.optim.Adam) for _ in range(2)
     )
     for _ in range(6):
-        whole.next_step().take()
+        whole.take_step()
     for _ in range(3):
-        part.next_step().take()
+        part.take_step()
     resumed = learner_of(users, BiasCorrection(0.5, 0.1), optimizer=torch.optim.Adam)
     resumed.load_state_dict(part.state_dict())
     for _ in range(3):
-        resumed.next_step().take()
+        resumed.take_step()
     assert torch.equal(whole.x, resumed.x)
 
 
@@ -64,15 +67,15 @@ def test_a_restart_listens_to_nobody_for_a_while(make_users: Users) -> None:
     users = make_users()
     learner, shadow = learner_of(users, BiasCorrection(0.5, 0.1)), learner_of(users, Alone())
     for _ in range(3):
-        learner.next_step().take()
-        shadow.next_step().take()
+        learner.take_step()
+        shadow.take_step()
     learner.restart_from(shadow, listens_from=5)
     for _ in range(2):
-        learner.next_step().take()
-        shadow.next_step().take()
+        learner.take_step()
+        shadow.take_step()
         assert torch.equal(learner.x, shadow.x)
         assert learner.weight == 0.0
-    learner.next_step().take()
+    learner.take_step()
     assert learner.weight == 0.5
 
 
@@ -86,8 +89,8 @@ def test_after_a_restart_peers_are_asked_at_the_same_steps_as_ever(make_users: U
         if step == 5:
             learner.restart_from(shadow, listens_from=6)
         before = learner.costs.by_user()["peer 1"].gradients if step else 0
-        learner.next_step().take()
-        shadow.next_step().take()
+        learner.take_step()
+        shadow.take_step()
         asked += [step] * (learner.costs.by_user()["peer 1"].gradients - before)
     assert asked == [0, 4, 8]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import ELEMENTWISE, Stack, why_not_stacked
+from coterie.learners.stack import ELEMENTWISE, Stack, Steps, why_not_stacked
 
 Users = Callable[..., list[coterie.User]]
 
@@ -81,7 +81,7 @@ def test_a_row_steps_as_a_model_by_itself_does_also_when_forked_and_saved(
             other.load_state_dict(copy.deepcopy(stack.state_dict()))
             stack = other
         stack.direction.copy_(slope if step < 4 else slope[[2, 0, 1]])
-        stack.step()
+        Steps().take([stack])
     torch.testing.assert_close(stack.x, torch.stack(expected)[[2, 0, 1]], rtol=1e-9, atol=1e-12)
     assert torch.equal(Parameters(spec.model).vector(), Parameters(network()).vector())  # untouched
 
@@ -89,11 +89,11 @@ def test_a_row_steps_as_a_model_by_itself_does_also_when_forked_and_saved(
 def test_a_row_may_be_the_mean_of_others_with_their_momentum(make_users: Users) -> None:
     stack = Stack.of(spec_of(make_users(), network(), "momentum"), torch.zeros(2, 38).double())
     stack.direction.copy_(torch.tensor([[1.0], [3.0]]).expand(2, 38))
-    stack.step()
+    Steps().take([stack])
     mean = stack.forked([[0, 1]])
     for each in (stack, mean):
         each.direction.zero_()
-        each.step()
+        Steps().take([each])
     torch.testing.assert_close(mean.x[0], stack.x.mean(0))
 
 
@@ -138,7 +138,7 @@ def test_rows_are_stepped_together_and_forked_to_means() -> None:
     spec = RunSpec(model, nn.functional.mse_loss, me, (), optimizer=sgd)
     stack = Stack(torch.zeros(3, 2), [(spec, 3)])
     stack.direction.copy_(torch.tensor([[2.0, 0.0]]))
-    stack.step()
+    Steps().take([stack])
     assert stack.x[0].tolist() == [-1.0, 0.0]
     stack.x[2] = 3.0
     assert stack.forked([[1, 2], [0]]).x.tolist() == [[1.0, 1.5], [-1.0, 0.0]]
@@ -155,6 +155,6 @@ def test_rows_that_are_columns_of_a_larger_matrix_step_as_those_of_their_own_do(
     for stack in (whole, columns):
         for scale in (1.0, -0.5):
             stack.direction.copy_(scale * slopes)
-            stack.step()
+            Steps().take([stack])
     torch.testing.assert_close(larger[:, :38], whole.x)
     assert not larger[:, 38:].any()

@@ -31,7 +31,7 @@ def regression(
 @pytest.mark.parametrize(("stranger", "most"), [(False, 0.4), (True, 1.1)])
 def test_planted_regression_beside_ridge(stranger: bool, most: float) -> None:
     ours, theirs = [], []
-    for seed in range(12):
+    for seed in range(24):
         users, truth = regression(np.random.default_rng(seed), stranger=stranger)
         fitted = fit_here(*users[0], users[1:], SQUARED)
         ridge = RidgeCV(alphas=np.logspace(-3, 3, 25)).fit(*users[0])
@@ -79,10 +79,10 @@ def test_the_mixture_of_a_fold_is_weighed_without_it() -> None:
 
 def test_weights_are_those_of_a_plain_loop() -> None:
     totals, prior = np.array([3.0, 4.0, 9.0]), np.array([0.5, 0.25, 0.25])
-    raw = [p * math.exp(-t) for p, t in zip(prior, totals, strict=True)]
+    raw = [p * math.exp(-t / 2) for p, t in zip(prior, totals, strict=True)]
     np.testing.assert_allclose(weights_of(totals, 10, 1, prior, SOFTMAX), np.array(raw) / sum(raw))
     noise = 2 * 3.0 / 10  # the least mean squared error; a total is half a sum of squares
-    raw = [p * math.exp(-t / noise) for p, t in zip(prior, totals, strict=True)]
+    raw = [p * math.exp(-t / noise / 2) for p, t in zip(prior, totals, strict=True)]
     np.testing.assert_allclose(weights_of(totals, 10, 1, prior, SQUARED), np.array(raw) / sum(raw))
     np.testing.assert_allclose(
         weights_of(np.array([np.nan, 1.0, 2.0]), 10, 1, prior, SOFTMAX)[0], 0

@@ -50,7 +50,7 @@ def test_the_module_served_gives_the_outputs_that_were_judged(family: Family) ->
     assert isinstance(served, MixedPredictions)
     total = family.losses(np.concatenate([linear, given], 1), y[:, None]).sum(0)
     total = total / (2 * total.min() / (40 * k)) if family is SQUARED else total
-    raw = np.repeat([0.1, 1 / 6], [5, 3]) * np.exp(-(total - total.min()))
+    raw = np.repeat([0.1, 1 / 6], [5, 3]) * np.exp(-(total - total.min()) / 2)
     w = without_small(raw / raw.sum(), np.array([0] * 5 + [1, 1, 2]))
     link = family.predict
     mean = w[:5].sum() * link(np.einsum("j,njk->nk", w[:5], linear) / w[:5].sum())

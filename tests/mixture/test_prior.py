@@ -10,6 +10,7 @@ from coterie.mixture.peer import FARTHEST, EStep, Sums
 from coterie.mixture.posterior import Priors, Rows, most_probable
 from coterie.mixture.prior import (
     EXCHANGES,
+    JOINT,
     POOLED,
     RELAXED,
     Answer,
@@ -76,7 +77,7 @@ def test_planted_users_are_found() -> None:
         return ask(question)
 
     found = driven(find_priors(own, SQUARED, np.ones((20, 1)), 40), counting)
-    assert len(questions) == POOLED + EXCHANGES <= 60
+    assert len(questions) == POOLED + JOINT + EXCHANGES <= 60
     np.testing.assert_allclose(found.priors.mean[:2, 0, 0], centre[:2], atol=0.05)
     assert found.priors.variance[0, 0, 0] < 0.01
     assert 0.5 < found.priors.variance[2, 0, 0] < 2

@@ -153,12 +153,8 @@ def test_an_untrained_model_is_not_served_without_a_word() -> None:
         model = nn.Linear(20, 1).double()
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
         assert all(map(torch.equal, run.model.parameters(), model.parameters()))
-        which = (
-            "Neither was ever" if isinstance(rule, coterie.WeightedAveraging) else "It was never"
-        )
-        told = (
-            f" {which} better than before its first step: steps may be too long, try a lower `lr`."
-        )
+        told = " better than before its first step: steps may be too long, try a lower `lr`."
+        assert run.verdict.finding in ("constant", "alone")
         assert run.verdict.sentence.endswith(told)
 
 

@@ -262,7 +262,7 @@ def test_the_host_looks_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = RunSpec(model, cross_entropy, me, peers, optimizer=SGD(model.parameters(), lr=0.1))
     costs = Costs({user.name: 16 for user in (me, *peers)})
     learner = RuleLearner(spec, WeightedAveraging(0.5), engine, costs)
-    learner.next_step().take()
+    learner.take_step()
     block, looks = learner.block(), list[str]()
     assert isinstance(block, StackBlock)
     captured = Captured(block)

@@ -15,7 +15,6 @@ from coterie.recording.configuration import counted
 from coterie.recording.result import Comparison, Difference
 from coterie.reporting.charts import (
     Bar,
-    Interval,
     Points,
     bar_chart,
     bar_picture,
@@ -23,6 +22,7 @@ from coterie.reporting.charts import (
     line_chart,
 )
 from coterie.reporting.page import Lead, Section, Tile, write_page
+from coterie.reporting.run_page import interval
 from coterie.reporting.verdict import Verdict, difference, judged
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.tables.models import mlp
@@ -233,9 +233,8 @@ def _intervals(measure: str, compared: Mapping[str, Comparison]) -> str:
     intervals = []
     for method, comparison in compared.items():
         one = comparison.measures[measure]
-        gain = -one.difference if one.less_is_better else one.difference
         better = judged(method, comparison).clear.get(measure)
-        intervals.append(Interval(f"{method}, {measure}", gain, one.error, difference(one), better))
+        intervals.append(interval(f"{method}, {measure}", one, better, comparison))
     return interval_chart(intervals, f"difference to alone in {measure}")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.errors import KnobError
+from coterie.evaluation.evaluate import example_losses
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
@@ -29,10 +31,18 @@ from coterie.mixture.candidates import FOLDS, Candidates
 from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
-from coterie.mixture.mixing import Entry
+from coterie.mixture.mixing import Entry, told
 from coterie.mixture.peer import TOLD, EStep
 from coterie.mixture.posterior import Rows
-from coterie.mixture.prior import EXCHANGES, FEWEST_PEERS, POOLED, Answer, Heard
+from coterie.mixture.prior import (
+    EXCHANGES,
+    FEWEST_PEERS,
+    JOINT,
+    POOLED,
+    TIMES,
+    Answer,
+    Heard,
+)
 from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
@@ -78,7 +88,7 @@ class Mixture(Algorithm):
     Candidates are made of the own rows alone, of the peers pooled, and of a prior over users that
     is found from weighted sums of what peers answer, each for ten strengths. They are mixed by
     their losses on own rows that they did not see, with one half of the prior on those that ask no
-    peer. The whole is one step of the run, in which peers are asked 27 times. See docs/mixture.md.
+    peer. The whole is one step of the run, in which peers are asked 39 times. See docs/mixture.md.
 
     Args:
         single: serve the best candidate in the place of the mixture.
@@ -100,7 +110,7 @@ class Mixture(Algorithm):
         >>> loss = torch.nn.functional.mse_loss
         >>> run = coterie.train(torch.nn.Linear(3, 1), loss, me, peers, coterie.Mixture(), measure=False)
         >>> bool((run.model.weight - 1).abs().max() < 0.3), run.record.end.account["exchanges"]
-        (True, 27)
+        (True, 39)
     """
 
     single: bool = False
@@ -158,7 +168,8 @@ class Mixture(Algorithm):
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
         """Return as how many gradients the E-steps of a fit count, at most."""
         priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
-        return POOLED * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
+        slopes = POOLED + JOINT * len(TIMES) * (1 + FOLDS)
+        return slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
 
     def learner(
         self,
@@ -381,9 +392,8 @@ class ClosedForm(Learner):
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
         self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
-        self.step += 1
         self.state = {
-            "step": self.step,
+            "step": self.step + 1,
             "weight": 1
             - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
@@ -424,24 +434,56 @@ class ClosedForm(Learner):
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
         """Return the leaderboard, and what may be said of the difference to Alone."""
         fitted = self.fitted
-        return {} if fitted is None else account_of(fitted, self.tau(), len(self.spec.me))
+        if fitted is None:
+            return {}
+        on_test = None if self.spec.me.test is None else partial(self._on, self.spec.me.test)
+        return account_of(fitted, self.tau(), len(self.spec.me), on_test)
+
+    def _on(self, examples: Examples, entry: Entry) -> Array:
+        """Return the losses of what an entry would serve."""
+        return example_losses(self._model(entry), self.spec.loss, examples).numpy()
 
 
 ALONE_KINDS = ("constant", "alone", "forest, alone")
 
 
-def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, Any]:
-    """Return the account of a fit, as plain data.
+def account_of(
+    fitted: Fitted,
+    tau: Mapping[str, float],
+    n: int,
+    on_test: Callable[[Entry], Array] | None = None,
+) -> dict[str, Any]:
+    """Return the account of a fit, as plain data: its leaderboard, and what may be told.
 
-    Losses are those of own rows by models that did not see them.
+    Losses are those of own rows by models, and weights, that did not see their fold. A line's
+    difference is that of what is served to it, with its interval of 95 %.
+
+    Args:
+        fitted: what was found.
+        tau: whom the prior listens to.
+        n: how many own rows there are.
+        on_test: from a line to its losses on the test set, where there is one.
     """
-    lines = {"served": fitted.served, "alone, mixed": fitted.alone, **fitted.entries}
-    change = fitted.served.losses - fitted.alone.losses
+    lines = {"constant": fitted.entries["constant"], "alone": fitted.alone}
+    lines = {
+        **lines,
+        **{kind: fitted.entries[kind] for kind in fitted.entries if kind not in lines},
+    }
+    ours = None if on_test is None else on_test(fitted.served)
+    board = {}
+    for name, one in {**lines, "served": fitted.served}.items():
+        weight = 1.0 if name == "served" else one.weight
+        if name == "alone":  # without the constant, which has a line of its own
+            weight -= fitted.entries["constant"].weight
+        line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
+        if n >= FEWEST and name != "served":
+            said = told(fitted.served.losses - one.losses, fitted.folds)
+            line |= said._asdict()
+        if on_test is not None and ours is not None:
+            line["test"] = float(on_test(one).mean())
+        board[name] = line
     account: dict[str, Any] = {
-        "leaderboard": {
-            name: {"loss": float(one.losses.mean()), "weight": one.weight}
-            for name, one in lines.items()
-        },
+        "leaderboard": board,
         "constant": fitted.is_constant,
         "tau": {name: weight for name, weight in tau.items() if weight},
         "folds": fitted.folds,
@@ -449,12 +491,15 @@ def account_of(fitted: Fitted, tau: Mapping[str, float], n: int) -> dict[str, An
     if fitted.exchanges:  # of the closed form
         account["exchanges"] = fitted.exchanges
     if n >= FEWEST:
+        change = fitted.served.losses - fitted.alone.losses
         account |= {
             "out_of_fold": float(fitted.served.losses.mean()),
-            "difference": float(change.mean()),
+            "difference": board["alone"]["difference"],
+            "low": board["alone"]["low"],
+            "high": board["alone"]["high"],
             "error": float(change.std(ddof=1)) / n**0.5,
         }
-    return account | {"sentence": _sentence(fitted)}
+    return account | {"sentence": _sentence(fitted), "advice": _advice(fitted, board)}
 
 
 def _sentence(fitted: Fitted) -> str:
@@ -466,11 +511,25 @@ def _sentence(fitted: Fitted) -> str:
             "a constant is served: nothing was better than it on the own examples (loss"
             f" {guess:.4g})"
         )
-    told = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
+    no_worse = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(
         f"{kind} {one.weight:.0%}" for kind, one in fitted.entries.items() if one.weight >= 0.005
     )
     return (
         f"a mixture is served, of {weights}; loss {served:.4g} on own examples that were held out"
-        f" in turn{told}"
+        f" in turn{no_worse}"
     )
+
+
+def _advice(fitted: Fitted, board: Mapping[str, Mapping[str, float]]) -> str:
+    """Say in a sentence what to do, by the rule that says what is clear."""
+    if fitted.is_constant:
+        return "do this: use no model yet; find inputs that tell more, or more examples"
+    high = {name: line.get("high", np.inf) for name, line in board.items()}
+    if high["alone"] < 0 and high.get("pooled", -1.0) < 0:
+        return "do this: use the model served, and go on with these peers"
+    if high["alone"] < 0:
+        return "do this: use the model served; one model for everybody may do as well"
+    if board["alone"].get("low", -np.inf) > 0:
+        return "do this: use the model trained alone (`run.alone`)"
+    return "do this: use the model served; more own examples would tell whether peers help"

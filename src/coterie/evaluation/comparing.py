@@ -77,6 +77,52 @@ def compare(
     return Comparison(on=on, examples=len(examples), measures=measures)
 
 
+def constant_loss(
+    model: nn.Module, loss: Loss, training: Examples, examples: Examples
+) -> float | None:
+    """Return the mean loss on examples of the constant output that is best on training examples.
+
+    None where outputs are not a row of numbers an example, or the loss has no gradient by them.
+
+    Example:
+        >>> from coterie.users.examples import InMemory
+        >>> data = InMemory(torch.zeros(4, 1), torch.tensor([[0.0], [2.0], [0.0], [2.0]]))
+        >>> round(constant_loss(nn.Linear(1, 1), nn.functional.mse_loss, data, data), 3)
+        1.0
+    """
+    known, judged = (whole_of(outputs_on(model, each)) for each in (training, examples))
+    if known is None or judged is None:
+        return None
+    (output, targets), (_, asked) = known, judged
+    if not isinstance(output, Tensor) or output.ndim != 2 or not isinstance(targets, Tensor):
+        return None
+    constant = torch.zeros(1, output.shape[1], dtype=torch.float64, requires_grad=True)
+    try:
+        optimizer = torch.optim.LBFGS([constant], max_iter=50, line_search_fn="strong_wolfe")
+
+        def objective() -> Tensor:
+            optimizer.zero_grad()
+            # a little ridge: a class that is missing is not impossible
+            mean = (
+                loss(constant.expand(len(output), -1), _like(targets))
+                + 1e-3 * constant.square().sum()
+            )
+            torch.autograd.backward(mean)
+            return mean
+
+        optimizer.step(objective)  # type: ignore[no-untyped-call]  # torch does not type it
+        with torch.no_grad():
+            n = len(asked)
+            found = float(loss(constant.expand(n, -1), _like(asked)))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _like(targets: Tensor) -> Tensor:
+    return targets.double() if targets.is_floating_point() else targets
+
+
 def paired_error(change: Tensor) -> float:
     """Return the standard error of the mean of examples' differences; infinite for one example."""
     return float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else math.inf

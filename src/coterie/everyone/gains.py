@@ -17,6 +17,7 @@ COUNTED = {
     "unclear": "without a clear difference",
     "alone": "served a model trained alone",
     "unknown": "not compared with training alone",
+    "constant": "served nothing better than a constant",
 }
 """What is said of users whose verdicts are alike."""
 

@@ -95,15 +95,20 @@ def _gains(gains: list[Gain]) -> Section:
         )
         return Section("Who gains", [f"{why}: there is no difference to show."])
     text = [
-        "Differences to a model trained alone, on each user's held-out examples. Lines are two"
-        " standard errors to either side; right of the mark is better."
+        "Differences to a model trained alone, on each user's held-out examples. A difference is"
+        " clear where its line leaves out the mark; right of it is better."
     ]
     if alone := [gain.name for gain in gains if gain.verdict.finding == "alone"]:
         text.append(f"Served a model trained alone: {', '.join(alone)}.")
     charts = []
     for key in compared[0].measures:
         ordered = [
-            interval(gain.name, gain.measures[key], gain.verdict.clear.get(key))
+            interval(
+                gain.name,
+                gain.measures[key],
+                gain.verdict.clear.get(key),
+                gain.verdict.comparison,
+            )
             for gain in compared
             if key in gain.measures
         ]

@@ -22,7 +22,7 @@ from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters, copied, load_trained_state, trained_state
 from coterie.learners.captured import StackBlock
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack, why_not_capturable
+from coterie.learners.stack import Stack, Steps, why_not_capturable
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.rules import Alone, Capturable, Rule, State, weights_in
@@ -35,11 +35,8 @@ class NextStep:
     own: Tensor  # user 0's gradient, or whatever is not finite where the step must not be taken
     own_loss: Tensor | float  # on user 0's batch
     left_out: Mapping[str, str]  # the peers left out of it, each with the reason
-    take: Callable[[], None]
-
-    def is_finite(self) -> bool:
-        """Say whether the step can be taken."""
-        return is_finite(self.own)
+    # write the directions that the learner's stacks are to follow
+    write: Callable[[], None]
 
 
 class Learner(ABC):
@@ -65,7 +62,9 @@ class Learner(ABC):
         self.step = 0
         self.listens_from = 0
         self.exchange_every, self.local_steps = spec.exchange_every, spec.local_steps
-        self.heard: dict[str, Any] | None = None  # what the peers last said, where it is used again
+        self.last_exchange: dict[str, Any] | None = (
+            None  # what the peers last said, where it is used again
+        )
         self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
         self.best: dict[str, Any] = {}
 
@@ -82,6 +81,21 @@ class Learner(ABC):
         """Return the steps as blocks of the same work, or why they cannot be taken so."""
         return f"`{type(self.followed).__name__}` takes steps of its own kind"
 
+    @property
+    def stacks(self) -> Sequence[Stack]:
+        """The rows of parameters that follow the directions written."""
+        return ()
+
+    def advanced(self, n: int) -> None:
+        """Go on after n steps that the stacks have taken."""
+        self.step += n
+
+    def take_step(self) -> None:
+        """Ask, and take a step by itself, as the loop does for many at once."""
+        self.next_step().write()
+        Steps().take(self.stacks)
+        self.advanced(1)
+
     @abstractmethod
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step that the answers make; what it needs is asked for here when None."""
@@ -93,7 +107,7 @@ class Learner(ABC):
     def _holds(self) -> bool:
         """Say whether this step uses what the peers said at the last exchange."""
         return (
-            self.heard is not None
+            self.last_exchange is not None
             and self.step % self.exchange_every > 0
             and self.step >= self.listens_from
         )
@@ -105,13 +119,6 @@ class Learner(ABC):
         """
         self.costs.compute([self.costs.me, *asked], times=steps * self.local_steps)
         self.costs.exchange(asked, down=self.x.numel(), up=self.x.numel(), times=steps)
-
-    def finish_step(self) -> None:
-        """Let the scheduler go on, and count the step."""
-        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
-            with blaming("the scheduler"):
-                self.scheduler.step()
-        self.step += 1
 
     def consider(self, validation_loss: float) -> None:
         """Keep the model if it is the best by validation loss so far, and tell a scheduler that wants to know."""
@@ -163,7 +170,7 @@ class Learner(ABC):
         """
         fresh = self.initial_state() | {"step": self.step}
         due = math.ceil(listens_from / self.exchange_every) * self.exchange_every
-        mine = {"rule": fresh, "best": self.best, "listens_from": due, "heard": None}
+        mine = {"rule": fresh, "best": self.best, "listens_from": due, "last_exchange": None}
         # else the optimizers would share tensors
         self.load_state_dict(copy.deepcopy(other.state_dict()) | mine)
 
@@ -176,7 +183,7 @@ class Learner(ABC):
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rule": self.state,
-            "heard": self.heard,
+            "last_exchange": self.last_exchange,
             "longest": self.bound and self.bound.longest,
             "opposition": self.bound and self.bound.opposition.state_dict(),
             "best": self.best,
@@ -189,7 +196,11 @@ class Learner(ABC):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.listens_from = state["step"], state["listens_from"]
-        self.state, self.best, self.heard = state["rule"], state["best"], state.get("heard")
+        self.state, self.best, self.last_exchange = (
+            state["rule"],
+            state["best"],
+            state.get("last_exchange"),
+        )
         if self.bound is not None:
             self.bound.longest.copy_(state["longest"])
             self.bound.opposition.load_state_dict(state["opposition"])
@@ -203,7 +214,7 @@ class RuleLearner(Learner):
         # the weights in the last question
         self._asked_for: tuple[dict[str, float], Tensor] | None = None
         super().__init__(spec, engine, costs)
-        self.stacks = (Stack.of_model(spec, self.x, self.scheduler),)
+        self._stack = Stack.of_model(spec, self.x, self.scheduler)
 
     @property
     def followed(self) -> Any:
@@ -226,7 +237,7 @@ class RuleLearner(Learner):
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step that the rule makes of the answers, or of everybody's gradients at x when None."""
         g = self.gradients() if answers is None else self._received(answers)
-        return NextStep(g.own, g.own_loss, g.left_out, partial(self.advance, g))
+        return NextStep(g.own, g.own_loss, g.left_out, partial(self._follow, g))
 
     def gradients(self) -> Gradients:
         """Ask everybody for gradients at x.
@@ -234,10 +245,10 @@ class RuleLearner(Learner):
         Nobody but user 0 before step `listens_from` and between exchanges.
         """
         weights = self._weights()
-        if self.heard is not None and self._holds():
+        if self.last_exchange is not None and self._holds():
             g = self._asked({}, rows=False)
             self.count([])
-            return _with_heard(g, self.heard)
+            return _with_last_exchange(g, self.last_exchange)
         rows = self.rule.needs_rows
         at_hand = self.bound is not None and self.engine.capabilities.rows_at_hand
         g = self._asked(weights, rows=rows or at_hand)
@@ -290,8 +301,13 @@ class RuleLearner(Learner):
         followed = work.followed(self.x.detach(), gradient)
         return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
 
-    def advance(self, g: Gradients) -> None:
-        """Take the step that the rule makes of these gradients.
+    @property
+    def stacks(self) -> Sequence[Stack]:
+        """The model's parameters."""
+        return (self._stack,)
+
+    def _follow(self, g: Gradients) -> None:
+        """Write the direction that the rule makes of these gradients.
 
         A `GradientError` where it is not finite.
         """
@@ -308,14 +324,12 @@ class RuleLearner(Learner):
             direction, state = g.own, self.state | {"step": self.step + 1, "weight": 0.0}
         self.state = state
         self.write(direction)
-        self.stacks[0].step()
-        self.step += 1
 
     def write(self, direction: Tensor) -> None:
         """Let the optimizer find a direction, cut to the norm that is allowed."""
         direction = direction if self.clip_norm is None else cut(direction, self.clip_norm)
         self.parameters.set_gradient(direction)
-        self.stacks[0].direction = direction.unsqueeze(0)
+        self._stack.direction = direction.unsqueeze(0)
 
     def _direction(self, g: Gradients) -> tuple[Tensor, State]:
         """Return the rule's direction and its next state.
@@ -326,13 +340,15 @@ class RuleLearner(Learner):
         both at the
         exchange: bias correction takes off the bias that it took off there.
         """
-        if self.heard is not None and self._holds():
-            direction, after = self.rule(g, self.heard["state"] | {"step": self.state["step"]})
+        if self.last_exchange is not None and self._holds():
+            direction, after = self.rule(
+                g, self.last_exchange["state"] | {"step": self.state["step"]}
+            )
             return direction, self.state | {
                 name: after[name] for name in ("step", "weight") if name in after
             }
         if self.exchange_every > 1:
-            self.heard = _heard(g, self.state)
+            self.last_exchange = _exchanged(g, self.state)
         return self.rule(g, self.state)
 
     def block(self) -> StackBlock | str:
@@ -367,7 +383,7 @@ def one_rate(optimizer: Optimizer) -> float:
     return rates.pop()
 
 
-def _heard(g: Gradients, state: State) -> dict[str, Any] | None:
+def _exchanged(g: Gradients, state: State) -> dict[str, Any] | None:
     """Return what later steps use of an exchange.
 
     What the peers said, where, and the rule's state before it.
@@ -389,12 +405,12 @@ def _heard(g: Gradients, state: State) -> dict[str, Any] | None:
     }
 
 
-def _with_heard(g: Gradients, heard: Mapping[str, Any]) -> Gradients:
+def _with_last_exchange(g: Gradients, last: Mapping[str, Any]) -> Gradients:
     """Return a new own gradient together with what the peers last said."""
-    peers, answered, names = heard["peers"], heard["answered"], tuple(heard["names"])
+    peers, answered, names = last["peers"], last["answered"], tuple(last["names"])
     if peers is not None:
         peers, answered = complete(g.own, peers, answered)
-    return replace(g, peers=peers, rows=heard["rows"], names=names, answered=answered, x=heard["x"])
+    return replace(g, peers=peers, rows=last["rows"], names=names, answered=answered, x=last["x"])
 
 
 def _with_answers(

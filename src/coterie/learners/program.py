@@ -6,7 +6,6 @@ A pass over the own batches of all, one over the peers', then the rules of all.
 import sys
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -15,13 +14,10 @@ from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
 from coterie.gradients.norm_bound import NormBound
 from coterie.learners.spec import RunSpec
-from coterie.learners.stack import Stack
+from coterie.learners.stack import Stack, Steps
 from coterie.learners.stacked_rules import Call, StackedRules
 from coterie.rules import State
-from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream
-from coterie.users.trees import Tree, mapped
-from coterie.users.user import User
 
 
 class Program:
@@ -35,13 +31,13 @@ class Program:
         self.copies, self.stack, self.step = copies, stack, 0
         device, needs = stack.x.device, list[dict[BatchStream, float]]()
         pool = ExamplePool((user for spec in specs for user in (spec.me, *spec.peers)), device)
-        heard = []
+        asking = []
         for run, spec in enumerate(specs):
             needs.insert(run, {pool.stream(spec.me, spec.batch_size, spec.seed): 1.0})
             tau = spec.rule.weights([peer.name for peer in spec.peers])
             asked = [user for user in spec.peers if user.name in tau]
             if asked:
-                heard.append(run)
+                asking.append(run)
                 needs.append(
                     {pool.stream(u, spec.batch_size, spec.seed): tau[u.name] for u in asked}
                 )
@@ -53,25 +49,24 @@ class Program:
         self._weights = stack.x.new_zeros(len(needs), len(columns))
         for row, need in zip(self._weights, needs, strict=True):
             row[[columns[stream] for stream in need]] = row.new_tensor(list(need.values()))
-        self._origins = torch.tensor([*range(len(specs)), *heard], device=device)
-        self._held_out = HeldOut(copies, [spec.me for spec in specs], stack.x)
-        self._heard = torch.tensor(heard, device=device) if heard else None
-        rules = {run: specs[run].rule for run in heard}
-        self._rules = StackedRules(rules, stack.x[heard])
-        self._listening = set(heard)
-        factors = [specs[run].norm_bound or torch.inf for run in heard]
-        self._bound = NormBound(stack.x.new_tensor(factors), stack.x[heard])
+        self._origins = torch.tensor([*range(len(specs)), *asking], device=device)
+        self._asking = torch.tensor(asking, device=device) if asking else None
+        rules = {run: specs[run].rule for run in asking}
+        self._rules = StackedRules(rules, stack.x[asking])
+        self._asks = set(asking)
+        factors = [specs[run].norm_bound or torch.inf for run in asking]
+        self._bound = NormBound(stack.x.new_tensor(factors), stack.x[asking])
         self.own_loss = stack.x.new_zeros(len(specs), dtype=torch.float64)  # in the last step
         # added up; whoever reads them sets them to zero
         self.losses = torch.zeros_like(self.own_loss)
         self._sums = stack.x.new_zeros(len(specs))
-        self.stacks = (stack,)
+        self.stacks, self._steps = (stack,), Steps()
 
     def advance(self) -> None:
         """Take one step in every run."""
         self.own_loss = self._directions(self._stacked.drawn(self.step), self._rules)
         self.losses += self.own_loss
-        self.stack.step()
+        self._steps.take(self.stacks)
         self.step += 1
 
     def _directions(self, drawn: Tensor, rules: Call) -> Tensor:
@@ -79,12 +74,12 @@ class Program:
         direction, runs = self.stack.direction, len(self.stack.x)
         sums, losses = self._stacked.sums(self.stack.x, self._weights, drawn, origins=self._origins)
         direction.copy_(sums[:runs])
-        if self._heard is not None:
-            own, theirs = direction.index_select(0, self._heard), sums[runs:]
-            direction.index_copy_(0, self._heard, rules(own, theirs))
+        if self._asking is not None:
+            own, theirs = direction.index_select(0, self._asking), sums[runs:]
+            direction.index_copy_(0, self._asking, rules(own, theirs))
             too_long = self._bound.long_sums(own, theirs)
             self._sums.index_add_(
-                0, self._heard, torch.zeros_like(own[:, 0]).masked_fill_(too_long, torch.nan)
+                0, self._asking, torch.zeros_like(own[:, 0]).masked_fill_(too_long, torch.nan)
             )
         self._sums += direction.sum(1)
         return losses[:runs].double()
@@ -130,50 +125,8 @@ class Program:
 
     def weight(self, run: int) -> float:
         """Return the weight that a run's peers had in the last step."""
-        return self._rules.weight(run) if run in self._listening else 0.0
+        return self._rules.weight(run) if run in self._asks else 0.0
 
     def state(self, run: int) -> State:
         """Return the state of a run's rule after the last step."""
-        return (
-            self._rules.state(run) if run in self._listening else {"step": self.step, "weight": 0.0}
-        )
-
-    def held_out(self) -> dict[int, tuple[Tree, Tree]]:
-        """Return the outputs and targets on the validation set of each run that has one in memory, on the host."""
-        return self._held_out.outputs(self.stack.x)
-
-
-HOST = torch.device("cpu")
-"""Where outputs on validation sets are scored."""
-
-
-class HeldOut:
-    """The validation sets of many runs, whose models pass over them together.
-
-    Of `users`, one for each row of x.
-    """
-
-    def __init__(self, copies: Copies, users: Sequence[User], x: Tensor) -> None:
-        self.copies, self._sets = copies, dict[int, tuple[InMemory, list[int]]]()
-        for run, user in enumerate(users):
-            if isinstance(user.validation, InMemory):
-                held = self._sets.setdefault(
-                    id(user.validation), (user.validation.to(x.device), [])
-                )
-                held[1].append(run)
-
-    def outputs(self, x: Tensor) -> dict[int, tuple[Tree, Tree]]:
-        """Return the outputs and targets of each row of x whose validation set is in memory, on the host."""
-        by_run = {}
-        for held, runs in self._sets.values():
-            targets = mapped(Tensor.cpu, held.targets)
-            inputs = mapped(lambda leaf: leaf[None], held.inputs)
-            for some in torch.split(
-                torch.tensor(runs), self.copies.max_copies(held.inputs, len(held))
-            ):
-                outputs = mapped(
-                    Tensor.cpu, self.copies.outputs(x[some.to(x.device)][None], inputs)
-                )
-                for place, run in enumerate(some.tolist()):
-                    by_run[run] = mapped(itemgetter((0, place)), outputs), targets
-        return by_run
+        return self._rules.state(run) if run in self._asks else {"step": self.step, "weight": 0.0}

@@ -52,7 +52,7 @@ class Stack:
         self.x, self.direction = x, torch.zeros_like(x)
         self._settings = settings
         norms = [spec.clip_norm or math.inf for spec, count in settings for _ in range(count)]
-        self._norms = None if set(norms) <= {math.inf} else x.new_tensor(norms).unsqueeze(1)
+        self.norms = None if set(norms) <= {math.inf} else x.new_tensor(norms).unsqueeze(1)
         self._steps: list[tuple[Optimizer, LRScheduler | None]] = []
         first = 0
         for spec, count in settings:
@@ -81,19 +81,10 @@ class Stack:
         apart = why_not_stacked(spec.made_optimizer)
         return cls(x.clone(), [(spec, 1)] * len(x) if apart else [(spec, len(x))])
 
-    def step(self) -> None:
-        """Let every optimizer follow its rows of `direction`, and the schedules of step sizes go on."""
-        with blaming("the optimizer"):
-            self.optimize()
-        self.schedule()
-
-    def optimize(self, rates: Sequence[float] | Sequence[Tensor] = ()) -> None:
-        """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()` where given.
-
-        The directions are first cut to the norms that are allowed.
-        """
-        if self._norms is not None:
-            self.direction.copy_(cut(self.direction, self._norms))
+    def optimize(self, rates: Sequence[float] | Sequence[Tensor]) -> None:
+        """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()`."""
+        if self.norms is not None:
+            self.direction.copy_(cut(self.direction, self.norms))
         first = 0
         for optimizer, scheduler in self._steps:
             last = first + (0 if scheduler is None else len(optimizer.param_groups))
@@ -186,6 +177,78 @@ class Stack:
             optimizer.load_state_dict(optimizer_state)
             if scheduler is not None:
                 scheduler.load_state_dict(scheduler_state)
+
+
+class Steps:
+    """Steps of stacks: the rows of all whose optimizers have the same settings move by one call.
+
+    Each keeps its optimizer, which later steps, checkpoints and forks go on from.
+    """
+
+    def __init__(self) -> None:
+        self._of: list[int] = []
+        self._joint: list[tuple[Optimizer, list[Optimizer]]] = []
+
+    def take(self, stacks: Sequence[Stack]) -> None:
+        """Let stacks follow their directions, and the schedules of step sizes go on."""
+        optimizers = [optimizer for stack in stacks for optimizer, _ in stack._steps]
+        states = [id(optimizer.state) for optimizer in optimizers]
+        if states != self._of:  # others, or one that has loaded its state
+            self._of, self._joint = states, _joined(optimizers)
+        with blaming("the optimizer"):
+            for stack in stacks:
+                if stack.norms is not None:  # directions are cut to what is allowed
+                    stack.direction.copy_(cut(stack.direction, stack.norms))
+            for joint, members in self._joint:
+                _step(joint, members)
+        for stack in stacks:
+            stack.schedule()
+
+
+def _joined(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[Optimizer]]]:
+    """Return an optimizer for all of the same settings, over the parameters of all of them."""
+    alike: dict[Any, list[Optimizer]] = {}
+    for optimizer in optimizers:
+        kind, hooks = type(optimizer), optimizer._optimizer_step_pre_hooks
+        plain = kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__)
+        by_itself = not plain or hooks or optimizer._optimizer_step_post_hooks
+        settings = id(optimizer) if by_itself else str(settings_of(optimizer, scheduled=False))
+        alike.setdefault((kind, settings), []).append(optimizer)
+    made = []
+    for members in alike.values():
+        joint = members[0]
+        if len(members) > 1:
+            joint = copy.copy(joint)
+            joint._warned_capturable_if_run_uncaptured = True
+            joint.state = type(joint.state)(dict)
+            joint.param_groups = [
+                {**group, "params": [p for each in members for p in each.param_groups[k]["params"]]}
+                for k, group in enumerate(joint.param_groups)
+            ]
+            for each in members:
+                joint.state.update(each.state)
+        made.append((joint, members))
+    return made
+
+
+def _step(joint: Optimizer, members: Sequence[Optimizer]) -> None:
+    """Take the step of all members at once, or one by one where schedules have set them apart."""
+    if joint is members[0]:
+        joint.step()
+        return
+    settings = [settings_of(each, scheduled=False) for each in members]
+    if any(each != settings[0] for each in settings):
+        for each in members:
+            each.step()
+        return
+    for group, now in zip(joint.param_groups, settings[0], strict=True):
+        group.update(now)  # a schedule may change more than step sizes
+    known = len(joint.state)
+    joint.step()
+    if len(joint.state) > known:  # what is remembered was made in this step
+        for each in members:
+            each._opt_called = True  # type: ignore[attr-defined]  # which its scheduler asks for
+            each.state.update({p: joint.state[p] for p in _parameters(each) if p in joint.state})
 
 
 def _mean(rows: Tensor) -> Tensor:

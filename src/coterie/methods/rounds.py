@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from coterie.engines.engine import Answers
 from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.learners.stack import Stack
 from coterie.methods.clients import Clients
 from coterie.rules import State
 
@@ -77,6 +78,7 @@ class Rounds(Learner):
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users
         super().__init__(spec, users.asked, users.costs)
+        self._stack = Stack.of_model(spec, self.x, self.scheduler)
 
     @property
     def followed(self) -> Method:
@@ -101,10 +103,12 @@ class Rounds(Learner):
         """Take over what a round gave."""
         self.state = state
         self.x.copy_(model)
-        self.optimizer.zero_grad()
-        # moves nothing: a scheduler expects a step of its optimizer before its own
-        self.optimizer.step()
-        self.finish_step()
+        self.optimizer.zero_grad()  # so that its step, which a scheduler expects, moves nothing
+
+    @property
+    def stacks(self) -> Sequence[Stack]:
+        """The model's parameters, which a round has moved; a schedule may go on."""
+        return (self._stack,)
 
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights, where the method learns them."""

@@ -124,18 +124,21 @@ def paths(
     found = most_probable(
         rows, family, many, np.tile(np.repeat(seen, j, 1), (1, len(priors))), tolerance=1e-3
     )
-    parameters = found.reshape(d, len(priors), views, j, k)
-    outputs = outputs_of(rows.inputs, found).reshape(len(folds), len(priors), views, j, k)
-    blind = outputs[np.arange(len(folds)), :, folds + 1]  # (n, kinds, J, K)
+    by_kind = found.reshape(d, len(priors), views, j, k)
     return [
-        Candidates(
-            kind,
-            scaling.outputs(blind[:, i]),
-            scaling.back(parameters[:, i, 0]),
-            alone=kind == "alone",
-        )
+        judged(kind, rows, by_kind[:, i], folds, scaling, alone=kind == "alone")
         for i, kind in enumerate(priors)
     ]
+
+
+def judged(
+    kind: str, rows: Rows, found: Array, folds: Array, scaling: Scaling, *, alone: bool = False
+) -> Candidates:
+    """Return J candidates from models of all own rows and without each fold, (D, V, J, K)."""
+    d, v, j, k = found.shape
+    outputs = outputs_of(rows.inputs, found.reshape(d, v * j, k)).reshape(-1, v, j, k)
+    blind = outputs[np.arange(len(folds)), folds + 1]
+    return Candidates(kind, scaling.outputs(blind), scaling.back(found[:, 0]), alone=alone)
 
 
 def constant(rows: Rows, family: Family, folds: Array, scaling: Scaling) -> Candidates:

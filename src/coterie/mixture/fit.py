@@ -6,9 +6,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.mixture.candidates import FOLDS, Candidates, constant, flat_prior, folds_of, paths
+from coterie.mixture.candidates import (
+    FOLDS,
+    Candidates,
+    constant,
+    flat_prior,
+    folds_of,
+    judged,
+    paths,
+)
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import Entry, mix
+from coterie.mixture.mixing import Entry, mix, told
 from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Priors, Rows, outputs_of
 from coterie.mixture.prior import Answer, Found, Heard, Question, find_priors
@@ -77,23 +85,24 @@ def fit(
     flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
     if linear and peers:
-        asking = find_priors(rows, family, seen, peers)
+        asking = find_priors(rows, family, seen, peers, intercept=scaling.intercept)
         found, exchanges = yield from _counted(asking)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
+        common = np.where(flat > 1, flat, COMMON)
         priors |= {
-            "pooled": Priors(found.pooled, flat, of_all.noise),
-            "pooled, own intercept": Priors(
-                found.pooled, np.where(flat > 1, flat, COMMON), of_all.noise
-            ),
+            "near pooled": Priors(found.pooled, flat, of_all.noise),
+            "near pooled, own intercept": Priors(found.pooled, common, of_all.noise),
             "hierarchical": of_all,
         }
         if len(chosen.noise):
             priors["hierarchical, chosen peers"] = chosen
-    candidates = [
-        constant(rows, family, folds, scaling),
-        *(paths(rows, family, priors, folds, scaling) if linear else ()),
-    ]
+    candidates = [constant(rows, family, folds, scaling)]
+    if found is not None:
+        pooled = np.broadcast_to(found.pooled[:, None], (d, views, 1, k))
+        together = {"pooled": pooled, "pooled, user as a column": found.joint}
+        candidates += [judged(kind, rows, of, folds, scaling) for kind, of in together.items()]
+    candidates += paths(rows, family, priors, folds, scaling) if linear else ()
     validated = None
     if held_out is not None:
         inputs, validated = scaling.unscaled(held_out)
@@ -108,7 +117,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = clearly_more(served.losses - guess.losses)
+    is_constant = clearly_more(served.losses - guess.losses, views - 1)
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -135,10 +144,9 @@ def _counted(
             return end.value, count
 
 
-def clearly_more(differences: Array) -> bool:
-    """Say whether differences are above 0 in the mean by more than its standard error."""
-    n = len(differences)
-    return n > 1 and float(differences.mean()) > float(differences.std(ddof=1)) / n**0.5
+def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
+    """Say whether differences are above 0 in the mean, by the interval that is told."""
+    return told(differences, folds).low > 0
 
 
 Ask = Callable[[Question], Answer]

@@ -20,7 +20,7 @@ from coterie.mixture.posterior import (
 )
 from coterie.mixture.scaling import Scaling
 
-ITERATIONS = 15
+ITERATIONS = 8
 """Of L-BFGS, at most: EM goes on from what it finds."""
 TOLERANCE = 1e-2
 """How near a peer finds its mode, in standard deviations of the prior.
@@ -127,7 +127,9 @@ class EStep:
         outputs = {len(self.scaling.target_shift), len(self.scaling.target_scale), k}
         if len(columns) > 1 or len(outputs) > 1:
             return "priors and scaling must be of the same layer"
-        if self.family not in FAMILIES or not self.told or not set(self.told.split()) <= set(TOLD):
+        told = self.told.split()
+        known = bool(told) and set(told) <= set(TOLD) and len(set(told)) == len(told)
+        if self.family not in FAMILIES or not known:
             return "it knows no such family, or nothing of the kind to tell"
         return None
 

@@ -22,6 +22,7 @@ class PeerWeights:
 
     def __init__(self, views: int, peers: int) -> None:
         self.found: list[Array] = [np.full((views, peers), 1 / peers)]
+        self.alike = np.full((1, peers), 1 / peers)
         self._gram: Array | None = None
 
     @property

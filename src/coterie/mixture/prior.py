@@ -6,11 +6,12 @@ User 0's side is a generator: it yields a `Question`, is sent the `Answer`, and 
 found. Who drives it decides how peers are asked.
 """
 
-from collections.abc import Generator
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from coterie.mixture.candidates import INTERCEPT
 from coterie.mixture.families import Array, Family
 from coterie.mixture.peer import FARTHEST, EStep, Sums
 from coterie.mixture.peer_weights import PeerWeights
@@ -26,6 +27,10 @@ from coterie.mixture.posterior import (
 
 POOLED = 15
 """Exchanges in which the pooled model is found, and the peers are judged."""
+JOINT = 12
+"""Exchanges in which own and peers' rows are fitted together."""
+TIMES = np.array([1.0, 4.0, 16.0])
+"""As how many times the own rows the peers' count there."""
 EXCHANGES = 12
 """Iterations of EM, each an exchange."""
 START = 1.0
@@ -43,6 +48,8 @@ FEWEST_PEERS = 5
 
 A prior from one or two users of three knows nothing of how users differ.
 """
+MORE = 2.0
+"""With fewer than `FEWEST_PEERS` a variance is as noisy as it is of three numbers: see `maximised`."""
 FEW = 2.0
 """From so few peers, by their weights, no small variance is believed.
 
@@ -120,6 +127,7 @@ class Found(NamedTuple):
     """What was found from the peers."""
 
     pooled: Array  # (D, 1, K)
+    joint: Array  # (D, V, J, K): of the rows of a view and of all peers, see `_joint`
     # the first from everybody, the others from whom each view of the own rows finds near
     priors: Priors
     tau: Array  # (V, N): whom
@@ -128,7 +136,9 @@ class Found(NamedTuple):
 Asking = Generator[Question, Answer, Found]
 
 
-def find_priors(rows: Rows, family: Family, seen: Array, peers: int) -> Asking:
+def find_priors(
+    rows: Rows, family: Family, seen: Array, peers: int, *, intercept: bool = True
+) -> Asking:
     """Find the pooled model, whom to listen to, and V + 1 priors.
 
     With few peers, or where only sums come and no peer's own gradient, nobody is chosen: there is
@@ -139,9 +149,12 @@ def find_priors(rows: Rows, family: Family, seen: Array, peers: int) -> Asking:
         family: of the loss.
         seen: the rows that judge in each view, (n, V).
         peers: how many there are, N.
+        intercept: whether the last column is one.
     """
+    units = Units.of(rows.inputs)
     judged, alike = PeerWeights(seen.shape[1], peers), np.full((1, peers), 1 / peers)
-    pooled = yield from _pooled(rows, family, seen, alike, judged)
+    pooled = yield from _pooled(rows, family, seen, judged, units=units)
+    joint = yield from _joint(rows, family, seen, alike, pooled, units=units, intercept=intercept)
     chosen = peers >= FEWEST_PEERS and judged.has_looked
     tau = judged.weights() if chosen else np.repeat(alike, seen.shape[1], 0)
     weights = np.concatenate([alike, tau]) if chosen else alike
@@ -149,52 +162,150 @@ def find_priors(rows: Rows, family: Family, seen: Array, peers: int) -> Asking:
     priors = Priors(np.broadcast_to(pooled, shape), np.full(shape, START), np.ones(len(weights)))
     for _ in range(EXCHANGES):
         answer = yield Question(priors, weights)
-        priors = maximised(priors, answer, weights)
+        priors = maximised(priors, answer, weights, MORE if peers < FEWEST_PEERS else 0.0)
     few = 1 / np.square(weights).sum(1) <= FEW
     least = 0.3 * priors.variance[:, :1] * few[:, None]
-    return Found(pooled, priors._replace(variance=np.maximum(priors.variance, least)), tau)
+    priors = priors._replace(variance=np.maximum(priors.variance, least))
+    return Found(pooled, joint, priors, tau)
 
 
-def _pooled(
-    rows: Rows, family: Family, seen: Array, weights: Array, judged: PeerWeights
+Told: TypeAlias = Generator[Question, Answer, tuple[Array, Array, Array]]
+"""Asks for the losses of B models, (B,), infinite where none came, their gradients, (D, B, K), and by how many."""
+
+
+class Units(NamedTuple):
+    """Units in which the rows' second moments are nearly the identity: x = basis z."""
+
+    basis: Array  # (D, D), orthogonal
+    moments: Array  # (D,): of the rows in each of its directions
+
+    @classmethod
+    def of(cls, inputs: Array) -> "Units":
+        """Return the directions of the second moments, which few rows know little of."""
+        n, d = inputs.shape
+        moments = inputs.T @ inputs / max(1, n)
+        own, size = n / (n + d), np.diag(moments)
+        # what is constant here may not be so at peers
+        shrunk = own * moments + np.diag(np.where(size > 1e-3, (1 - own) * size, 1.0))
+        values, basis = np.linalg.eigh(shrunk)
+        return cls(basis, np.maximum(values, 1e-4))
+
+    def start(self, curvature: Array, ridge: Array) -> Array:
+        """Return the inverse Hessians of B losses of curvature (B, K), beside a ridge, (B, K, 1, D)."""
+        inverse: Array = 1 / (np.maximum(curvature, 1e-2)[..., None] * self.moments + ridge)
+        return inverse[:, :, None]
+
+
+def _descend(
+    told: Callable[[Array], Told], x: Array, units: Units, start: Array, exchanges: int
 ) -> Generator[Question, Answer, Array]:
-    """Find the model of all peers' rows by L-BFGS on sums of gradients.
+    """Minimise B losses from x, (D, B, K), by L-BFGS: an exchange for each gradient.
 
     A step that does not help is quartered. Where others answer than before, it begins anew from
     where it is.
     """
-    shape = (rows.inputs.shape[1], 1, rows.targets.shape[1])
-    x, best, best_loss, history = np.zeros(shape), np.zeros(shape), np.inf, list[Pair]()
-    slope = direction = np.zeros(shape)
-    start, length, whole = np.ones((1, 1, 1, 1)), 1.0, np.nan
-    for _ in range(POOLED):
-        own = gradients_of(
-            rows, family, np.broadcast_to(x, (shape[0], seen.shape[1], shape[2])), seen
+    z = best = np.tensordot(units.basis.T, x, 1)
+    slope = direction = np.zeros_like(z)
+    best_loss, length = np.full(z.shape[1], np.inf), np.ones(z.shape[1])
+    history, gamma, many = list[Pair](), np.ones(z.shape[1]), np.zeros(z.shape[1])
+    for _ in range(exchanges):
+        loss, gradient, heard = yield from told(np.tensordot(units.basis, z, 1))
+        gradient = np.tensordot(units.basis.T, gradient, 1)
+        if not np.allclose(heard, many, rtol=1e-6):
+            best_loss, history, many = np.full(z.shape[1], np.inf), [], heard
+        fine = loss <= best_loss
+        s, y = z - best, gradient - slope
+        sy = np.einsum("dbk,dbk->b", s, y) * (fine & np.isfinite(best_loss))
+        if (sy > 0).any():
+            inverse = np.where(sy > 0, 1 / np.where(sy > 0, sy, 1), 0.0)
+            history = [*history[-MEMORY + 1 :], (s, y, inverse)]
+            scaled = np.einsum("dbk,bkd->b", np.square(y), start[:, :, 0])
+            gamma = np.where(sy > 0, sy / np.where(sy > 0, scaled, 1), gamma)
+        best_loss, length = np.where(fine, loss, best_loss), np.where(fine, 1.0, length / 4)
+        best, slope = (np.where(fine[:, None], *both) for both in ((z, best), (gradient, slope)))
+        direction = np.where(
+            fine[:, None], two_loops(slope, history, gamma[:, None, None, None] * start), direction
         )
-        priors = Priors(x, np.ones(shape), np.ones(1))
-        seen_here = np.moveaxis(own, 1, 0).reshape(seen.shape[1], -1)
-        answer = yield Question(priors, weights, seen_here, "gradient")
+        z = best - length[:, None] * direction
+    found: Array = np.clip(np.tensordot(units.basis, best, 1), -LARGEST_MEAN, LARGEST_MEAN)
+    return found
+
+
+def _pooled(
+    rows: Rows, family: Family, seen: Array, judged: PeerWeights, *, units: Units
+) -> Generator[Question, Answer, Array]:
+    """Find the model of all peers' rows; on the way user 0's rows judge them."""
+    d, v, k = rows.inputs.shape[1], seen.shape[1], rows.targets.shape[1]
+
+    def told(x: Array) -> Told:
+        own = gradients_of(rows, family, np.broadcast_to(x, (d, v, k)), seen)
+        priors = Priors(x, np.ones(x.shape), np.ones(1))
+        flat = np.moveaxis(own, 1, 0).reshape(v, -1)
+        answer = yield Question(priors, judged.alike, flat, "gradient")
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
-        share = answer.sums.share[0]
-        if not share > 0:
-            continue
-        if not abs(share - whole) <= 1e-6 * share:
-            best_loss, history, whole = np.inf, [], share
-        loss = answer.sums.loss[0] / share + RIDGE / 2 * np.square(x).sum()
-        if not loss <= best_loss:
-            length /= 4
-            x = best - length * direction
-            continue
-        gradient = answer.sums.gradient / share + RIDGE * x
-        s, y = x - best, gradient - slope
-        if np.isfinite(best_loss) and (sy := float((s * y).sum())) > 0:
-            history = [*history[-MEMORY + 1 :], (s, y, np.array([1 / sy]))]
-            start = np.full((1, 1, 1, 1), sy / np.square(y).sum())
-        best, best_loss, slope, length = x, loss, gradient, 1.0
-        direction = two_loops(gradient, history, start)
-        x = np.clip(best - direction, -LARGEST_MEAN, LARGEST_MEAN)
-    return best
+        loss, gradient, heard = _means(answer)
+        return loss + RIDGE / 2 * np.square(x).sum((0, 2)), gradient + RIDGE * x, heard
+
+    at = np.zeros((d, 1, k))
+    start = units.start(family.curvature(family.predict(at[0])), np.array(RIDGE))
+    return (yield from _descend(told, at, units, start, POOLED))
+
+
+def _joint(
+    rows: Rows,
+    family: Family,
+    seen: Array,
+    weights: Array,
+    pooled: Array,
+    *,
+    units: Units,
+    intercept: bool,
+) -> Generator[Question, Answer, Array]:
+    """Fit own and peers' rows together, beside an intercept of user 0's own, if there is one.
+
+    The peers' mean loss counts as much as so many times the own rows, for each of `TIMES`. All
+    views are asked for at once: (D, V, J, K).
+    """
+    (d, _, k), v, j = pooled.shape, seen.shape[1], len(TIMES)
+    seen, times = np.repeat(seen, j, 1), np.tile(TIMES, v)
+    inputs = np.column_stack([rows.inputs, np.full(len(rows.inputs), float(intercept))])
+    n = np.maximum(seen.sum(0), 1)
+    ridge = np.full((d + 1, v * j, 1), RIDGE) * (1 + times[:, None])
+    ridge[-1] = 1 / (INTERCEPT * n[:, None])
+
+    def told(x: Array) -> Told:
+        priors = Priors(x[:d], np.ones((d, v * j, k)), np.ones(v * j))
+        asked = Question(priors, np.repeat(weights, v * j, 0), None, "gradient")
+        theirs, gradient, heard = _means((yield asked))
+        outputs, targets = outputs_of(inputs, x), rows.targets[:, None]
+        own = (family.losses(outputs, targets) * seen).sum(0) / n
+        slope = back_to_parameters(
+            inputs, (family.predict(outputs) - targets) * (seen / n)[..., None]
+        )
+        slope[:d] += times[:, None] * gradient
+        loss = own + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2
+        return loss, slope + ridge * x, heard
+
+    curvature = family.curvature(family.predict(outputs_of(rows.inputs, pooled))).mean((0, 1))
+    basis = np.eye(d + 1)
+    basis[:d, :d] = units.basis
+    start = Units(basis, np.append(units.moments, 0.0)).start(
+        (1 + times)[:, None] * curvature, np.moveaxis(ridge, 0, 2)
+    )
+    start[..., -1] = 1 / (np.maximum(curvature, 1e-2)[:, None] + ridge[-1][:, None])
+    x = np.concatenate([np.repeat(pooled, v * j, 1), np.zeros((1, v * j, k))])
+    best = yield from _descend(told, x, Units(basis, units.moments), start, JOINT)
+    best[d - 1] += intercept * best[d]
+    return best[:d].reshape(d, v, j, k)
+
+
+def _means(answer: Answer) -> tuple[Array, Array, Array]:
+    """Return the mean losses and gradients over the examples of those who answered, and their share."""
+    share = answer.sums.share
+    whole = np.where(share > 0, share, 1.0)
+    loss = np.where(share > 0, answer.sums.loss / whole, np.inf)
+    return loss, answer.sums.gradient / whole[:, None], share
 
 
 def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
@@ -204,10 +315,10 @@ def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
     return mean
 
 
-def maximised(priors: Priors, answer: Answer, weights: Array) -> Priors:
+def maximised(priors: Priors, answer: Answer, weights: Array, more: float = 0.0) -> Priors:
     """Return the M-step: μ = n Στx/(n + v), v = Στ((x − μ)² + V), with n = 1/Στ².
 
-    A prior nobody answered stays.
+    A prior nobody answered stays. A variance is as if `more` further users had the mean of all.
 
     The step of the mean is over-relaxed by up to `RELAXED` where the posteriors are hardly narrower
     than the prior: there EM is slow. Where some did not answer, the others stand for all.
@@ -223,6 +334,7 @@ def maximised(priors: Priors, answer: Answer, weights: Array) -> Priors:
     variance = np.clip(
         sums.variance + sums.second - 2 * step * sums.first + np.square(step), *VARIANCES
     )
+    variance = (n * variance + more * variance.mean(0)) / (n + more)
     noise = np.where(
         sums.residual > 0,
         np.maximum(sums.residual / np.maximum(sums.share, 1e-12), 1e-6),

@@ -1,5 +1,6 @@
 """What happened in a run: a point for every evaluation, and how it ended."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self, get_type_hints
@@ -98,6 +99,9 @@ class Difference:
     alone: float
     error: float  # the standard error of ours less alone, paired by example
     less_is_better: bool
+    # the interval of 95 % of ours less alone, where it is not that of the error by Student's t
+    low: float = math.nan
+    high: float = math.nan
 
     @property
     def difference(self) -> float:
@@ -164,6 +168,8 @@ class End:
         ""  # where they were not at first
     )
     comparison: Comparison | None = None  # with the model trained alone, where there is one
+    # the loss of a constant on the examples that the model served was judged by, where it is known
+    constant: float | None = None
     verdict: str = ""  # whether the model served is better than one trained alone, in a sentence
 
     @property

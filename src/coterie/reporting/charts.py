@@ -37,10 +37,13 @@ class Interval:
     error: float
     text: str
     better: bool | None = None  # whether the difference is clear, and good or bad
+    reach: tuple[float, float] | None = None  # where the interval ends, if not by the error
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Two standard errors to either side; the value itself where the error is not known."""
+        """The interval that was given, else two standard errors to either side, where they are known."""
+        if self.reach is not None and all(map(math.isfinite, self.reach)):
+            return self.reach
         reach = 2 * self.error if math.isfinite(self.error) else 0.0
         return self.value - reach, self.value + reach
 

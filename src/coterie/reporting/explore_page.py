@@ -78,7 +78,7 @@ def _against_alone(records: Mapping[str, Record]) -> list[Section]:
     for name, record in records.items():
         said = verdict(record.configuration, record.end)
         for measure, one in said.measures.items():
-            shown = interval(f"{name}, {measure}", one, said.clear.get(measure))
+            shown = interval(f"{name}, {measure}", one, said.clear.get(measure), said.comparison)
             intervals.setdefault(measure, []).append(shown)
     charts = [
         interval_chart(some, f"difference to alone in {measure}")

@@ -10,12 +10,13 @@ from typing import Any
 from coterie.arguments import settings_of
 from coterie.recording.configuration import Configuration, StepSettings
 from coterie.recording.record import Record
-from coterie.recording.result import Difference, End
+from coterie.recording.result import Comparison, Difference, End
 from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.phrases import cells, note, numbers, sure_speedup
-from coterie.reporting.summary import beside_alone, summary
+from coterie.reporting.summary import beside_alone, leaderboard, summary
 from coterie.reporting.verdict import Verdict, difference, verdict
+from coterie.reporting.verdict import interval as ends_of
 from coterie.reporting.whom import whom_section
 from coterie.theory import best_averaging, plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
@@ -92,20 +93,22 @@ def _weights(record: Record) -> list[Section]:
     return [Section("Weights over the run", text, charts=charts, folded=True)] if charts else []
 
 
+def _leaderboard(record: Record) -> list[Section]:
+    text = [
+        "All losses are of examples that a model was not fitted to: own ones, each by models that"
+        " were fitted, and mixed, without it; and those of the test set. A difference is that of"
+        " the model served, with its interval of 95 %."
+    ]
+    rows = leaderboard(record.end)
+    return [Section("Leaderboard", text, [rows])] if rows else []
+
+
 def _candidates(record: Record) -> list[Section]:
     account = record.end.account
-    if board := account.get("leaderboard"):
-        lines = [
-            {"": name, "loss": f"{one['loss']:.4g}", "weight": f"{one['weight']:.0%}"}
-            for name, one in board.items()
-        ]
-        text = [
-            "The mean loss of the own examples, each by models that were fitted, and mixed,"
-            " without it."
-        ]
-        return [Section("Leaderboard", text, [lines])]
+    if "leaderboard" in account:
+        return _leaderboard(record)
     if not account:
-        return []
+        return _leaderboard(record)
     rows = [
         {
             "path": name + (" (served)" if name == account["path"] else ""),
@@ -235,6 +238,7 @@ HEADLINES = {
     "unclear": "No clear difference to training alone",
     "alone": "Trained alone",
     "unknown": "Not compared with training alone",
+    "constant": "No better than a constant",
 }
 
 
@@ -319,11 +323,12 @@ def _first(record: Record) -> list[Section]:
     if comparison is None:
         return [*sections, *([Section("The model served", tables=[rows])] if rows else [])]
     intervals = [
-        interval(name, one, said.clear.get(name)) for name, one in comparison.measures.items()
+        interval(name, one, said.clear.get(name), comparison)
+        for name, one in comparison.measures.items()
     ]
     text = (
-        f"On {comparison.on}. Lines are two standard errors to either side; right of the mark is"
-        " better."
+        f"On {comparison.on}. A difference is clear where its line, of 95 %, leaves out the mark;"
+        " right of it is better."
     )
     charts = [
         interval_chart([one], f"difference of {one.name} to training alone") for one in intervals
@@ -331,7 +336,14 @@ def _first(record: Record) -> list[Section]:
     return [*sections, Section("Beside a model trained alone", [text], [rows], charts=charts)]
 
 
-def interval(name: str, one: Difference, better: bool | None) -> Interval:
-    """Return a difference as an interval, what is better to the right."""
-    gain = -one.difference if one.less_is_better else one.difference
-    return Interval(name, gain, one.error, difference(one), better)
+def interval(
+    name: str, one: Difference, better: bool | None, comparison: Comparison | None
+) -> Interval:
+    """Return a difference as the interval that says whether it is clear, what is better to the right."""
+    if comparison is None:
+        return Interval(name, one.difference, one.error, difference(one), better)
+    low, high = ends_of(one, comparison.examples, 2 if len(comparison.measures) > 1 else 1)
+    gain, reach = one.difference, (low, high)
+    if one.less_is_better:
+        gain, reach = -gain, (-high, -low)
+    return Interval(name, gain, one.error, difference(one), better, reach)

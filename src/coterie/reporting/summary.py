@@ -27,6 +27,10 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
     lines += [line for line in (followed(end), listened_to(configuration, end)) if line]
+    if board := leaderboard(end):
+        lines.append("leaderboard: " + "; ".join(f"{row['']} {row['loss']}" for row in board))
+    if "advice" in end.account:
+        lines.append(end.account["advice"])
     if end.stopped:
         lines.append(f"stopped by {end.stopped} at step {end.step} of {configuration.steps}")
     lines.append(_validated(end))
@@ -62,6 +66,38 @@ def beside_alone(record: Record) -> list[dict[str, str]]:
         ]
     which, measures = end.judged_on
     return [{"": f"{which} {name}", "served": f"{value:.4g}"} for name, value in measures.items()]
+
+
+def leaderboard(end: End) -> list[dict[str, str]]:
+    """Return a row for each model that was judged: a constant, alone, what peers give, and what is served.
+
+    Example:
+        >>> from coterie.recording.result import Comparison, Difference
+        >>> loss = Difference(ours=0.5, alone=0.75, error=0.1, less_is_better=True)
+        >>> compared = Comparison(on="40 test examples", examples=40, measures={"loss": loss})
+        >>> [row["loss"] for row in leaderboard(End(step=1, best_step=1, constant=1.5, comparison=compared))]
+        ['1.5', '0.75', '0.5']
+    """
+    board = end.account.get("leaderboard")
+    if board is None:
+        loss = None if end.comparison is None else end.comparison.measures.get("loss")
+        if loss is None:
+            return []
+        losses = {"constant": end.constant, "alone": loss.alone, "served": loss.ours}
+        return [{"": name, "loss": f"{one:.4g}"} for name, one in losses.items() if one is not None]
+    rows = []
+    for name, one in board.items():
+        row = {"": name, "loss": f"{one['loss']:.4g}"}
+        if any("difference" in each for each in board.values()):
+            row["served less this"] = (
+                f"{one['difference']:+.3g} ({one['low']:+.2g} to {one['high']:+.2g})"
+                if "difference" in one
+                else ""
+            )
+        if "test" in one:
+            row["on the test set"] = f"{one['test']:.4g}"
+        rows.append({**row, "weight": f"{one['weight']:.0%}"})
+    return rows
 
 
 def followed(end: End) -> str:

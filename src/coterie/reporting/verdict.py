@@ -11,7 +11,7 @@ from typing import Any, Literal
 from scipy import special
 from torch import nn
 
-from coterie.evaluation.comparing import compare
+from coterie.evaluation.comparing import compare, constant_loss
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import Comparison, Difference, End
@@ -24,7 +24,7 @@ LEVEL = 0.05
 class Verdict:
     """What may be said of the model served beside one trained alone."""
 
-    finding: Literal["better", "worse", "mixed", "unclear", "alone", "unknown"]
+    finding: Literal["better", "worse", "mixed", "unclear", "alone", "unknown", "constant"]
     sentence: str
     comparison: Comparison | None = None  # what it rests on, where there is such a thing
     # in which measures it is clear, and whether better
@@ -43,6 +43,8 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     examples or on own examples that the copies judged had not seen, and it says which.
     """
     name = configuration.me.name
+    if (none := _no_better_than_a_constant(configuration, end)) is not None:
+        return none
     if asks_nobody(configuration):
         why = (
             "no peer was asked"
@@ -75,6 +77,26 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     found = judged(name, comparison)
     which = "Neither was ever" if end.best_step == 0 else "The model trained alone was never"
     return replace(found, sentence=f"{found.sentence}{_learned(end, which, _best_alone(end))}")
+
+
+def _no_better_than_a_constant(configuration: Configuration, end: End) -> Verdict | None:
+    """Return the verdict where a constant is served, or is as good as what is; else None."""
+    name = configuration.me.name
+    if end.account.get("constant"):
+        comparison = end.comparison or _from_account(configuration, end.account)
+        loss = end.account["leaderboard"]["constant"]["loss"]
+        sentence = (
+            f"A constant is served to {name}: no model was better than it on its own examples"
+        )
+        return Verdict("constant", f"{sentence} (loss {loss:.4g}).", comparison)
+    which, numbers = end.judged_on
+    if end.constant is not None and not numbers.get("loss", 0.0) < end.constant:
+        sentence = f"The model for {name} is no better than a constant: its {which} loss is"
+        sentence += f" {numbers['loss']:.4g}, a constant has {end.constant:.4g}."
+        best = 0 if 0 in (end.best_step, _best_alone(end)) else None
+        sentence += _learned(end, "It was never", best)
+        return Verdict("constant", sentence, end.comparison)
+    return None
 
 
 def asks_nobody(configuration: Configuration) -> bool:
@@ -139,18 +161,47 @@ def chance(one: Difference, examples: int) -> float:
     )
 
 
+def interval(one: Difference, examples: int, measures: int = 1) -> tuple[float, float]:
+    """Return the interval of ours less alone by which a difference is clear: it leaves out 0.
+
+    That which was told, else Student's t of the error, at 95 % for all measures together.
+
+    Example:
+        >>> one = Difference(ours=0.5, alone=0.4, error=0.05, less_is_better=False)
+        >>> [round(end, 3) for end in interval(one, 31)]
+        [-0.002, 0.202]
+    """
+    if math.isfinite(one.low) and math.isfinite(one.high):
+        return one.low, one.high
+    if not math.isfinite(one.error) or examples < 2 or measures * 2.0 ** (1 - examples) >= LEVEL:
+        return -math.inf, math.inf
+    reach = _least_clear(one, examples, measures)
+    return one.difference - reach, one.difference + reach
+
+
 def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
     """Return the verdict on a comparison of somebody's model with one trained alone, on so many of a unit."""
     measures, n = _judging(comparison), comparison.examples
     p = {key: min(1.0, len(measures) * chance(one, n)) for key, one in measures.items()}
-    clear = {key: _is_better(one) for key, one in measures.items() if p[key] < LEVEL}
+    ends = {key: interval(one, n, len(measures)) for key, one in measures.items()}
+    clear = {
+        key: _is_better(one)
+        for key, one in measures.items()
+        if one.difference and not ends[key][0] <= 0 <= ends[key][1]
+    }
     numbers = ", ".join(f"{key} {difference(one)}" for key, one in measures.items())
     paired = "corrected for the overlap of the splits" if comparison.splits else "paired"
     evidence = f"{numbers} on {comparison.on} (one standard error, {paired})"
+    told = {key for key, one in measures.items() if math.isfinite(one.low)}
+    if told:
+        between = ", ".join(f"{ends[key][0]:+.2g} and {ends[key][1]:+.2g}" for key in told)
+        evidence = f"{numbers}, by 95 % between {between}, on {comparison.on}"
     which = f"{'a' if comparison.splits else 'the'} model for {name}"
     if not clear:
         least = {
-            key: _least_clear(one, n, len(measures)) for key, one in measures.items() if one.error
+            key: _least_clear(one, n, len(measures))
+            for key, one in measures.items()
+            if one.error and key not in told
         }
         could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
         if len(measures) * 2.0 ** (1 - n) >= LEVEL:
@@ -174,7 +225,8 @@ def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
         )
         return Verdict("mixed", sentence, comparison, clear)
     finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
-    evidence = f"{evidence}; {_by_chance(min(p[key] for key in clear))}"
+    if not told & set(clear):
+        evidence = f"{evidence}; {_by_chance(min(p[key] for key in clear))}"
     return Verdict(
         finding, f"{which} is {finding} than one trained alone: {evidence}.", comparison, clear
     )
@@ -250,7 +302,12 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
         on = f"{n} validation examples, corrected for having chosen"
     difference = account["difference"]
     loss = Difference(
-        ours=ours, alone=ours - difference, error=account["error"], less_is_better=True
+        ours=ours,
+        alone=ours - difference,
+        error=account["error"],
+        less_is_better=True,
+        low=account.get("low", math.nan),
+        high=account.get("high", math.nan),
     )
     return Comparison(on=on, examples=n, measures={"loss": loss})
 
@@ -288,7 +345,16 @@ def with_verdict(
     """Return how a run ended with the comparison of its model with the one trained alone, and the verdict."""
     if alone is not None and not serves_alone(end):
         end = replace(end, comparison=_compared(end, spec, model, alone))
+    end = replace(end, constant=_constant(end, spec, model))
     return replace(end, verdict=verdict(configuration, end).sentence)
+
+
+def _constant(end: End, spec: RunSpec, model: nn.Module) -> float | None:
+    """Return the loss of the best constant of the training examples, where the model was judged."""
+    examples = spec.me.test if end.test else spec.me.validation
+    if examples is None or not any(end.judged_on[1]) or "leaderboard" in end.account:
+        return None
+    return constant_loss(model, spec.loss, spec.me.examples, examples)
 
 
 def _compared(end: End, spec: RunSpec, model: nn.Module, alone: nn.Module) -> Comparison | None:

@@ -1,389 +1,165 @@
-"""The training loop: a learner and its guard take steps, which are evaluated, recorded and saved."""
+"""The one loop: K runs take their steps together, are evaluated, saved and ended; `train` is K = 1."""
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from typing import Protocol, TypeVar
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-from coterie.engines.capabilities import TellsPromises
 from coterie.engines.engine import Answers
-from coterie.errors import GradientError, KnobError, PeerLost, UserCodeError, blaming
-from coterie.evaluation.evaluate import evaluate
-from coterie.learners.captured import Captured
-from coterie.learners.learner import Learner, NextStep
-from coterie.learners.spec import RunSpec
-from coterie.recording.checkpoint import RunFolder
-from coterie.recording.claim import Claim
-from coterie.recording.configuration import Configuration, counted
-from coterie.recording.costs import total
-from coterie.recording.record import Record
-from coterie.recording.result import End, GuardDecision, Point
-from coterie.reporting.verdict import with_verdict
-from coterie.training.guard import Guard
-from coterie.training.hooks import Hook, HookLike, Start, as_hook, tell
-from coterie.training.resuming import ResumableRun, check_free
-from coterie.training.run import Run, Step, Stopped
+from coterie.errors import GradientError, UserCodeError
+from coterie.evaluation.evaluate import scores
+from coterie.evaluation.losses import on_device
+from coterie.learners.learner import Learner
+from coterie.learners.stack import Steps
+from coterie.recording.progress import Show
+from coterie.training.ongoing import OngoingRun, Taken
+from coterie.training.run import Run, Stopped
+from coterie.training.together import HOST, HeldOutTogether
 
-NOTHING_ASKED: Mapping[Learner, Answers | None] = MappingProxyType({})
-"""Every learner asks by itself."""
+T = TypeVar("T")
 
 
-class TrainingLoop(ResumableRun):
-    """The steps of one run that is prepared, taken by a learner.
+class AsksTogether(Protocol):
+    """What answers the questions of many learners at once."""
 
-    `captured` are those of learner and shadow.
+    def ask(self, learners: Sequence[Learner]) -> Mapping[Learner, Answers | None]:
+        """Return the answers of the next step; None to a learner that has to ask by itself."""
+
+
+class Loop:
+    """Runs that take their steps together, as rows of one stack as far as they are alike.
+
+    They have steps and evaluations in common. Of many runs, one whose own code raises, or whose
+    gradients are not finite, ends, and the others go on.
+
+    Args:
+        runs: the runs, by their place; each has begun its record.
+        asks: answers the questions of all at once; each learner asks by itself when None.
+        held_out: passes over all validation sets at once; each run over its own when None.
+        show: is told of every step of many runs.
+        began: when the runs were begun; each has its share of the time since.
+        close: is called when all steps are taken, before the first run is ended.
+        raises: let errors of a run be raised, once it is saved.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
-        learner: Learner,
-        hooks: Sequence[HookLike] = (),
+        runs: Mapping[int, OngoingRun],
         *,
-        save_every: int = 1,
-        guard: Guard | None = None,
-        captured: Captured | None = None,
+        asks: AsksTogether | None = None,
+        held_out: HeldOutTogether | None = None,
+        show: Show | None = None,
+        began: float | None = None,
+        close: Callable[[], None] | None = None,
+        raises: bool = False,
     ) -> None:
-        if isinstance(learner.scheduler, ReduceLROnPlateau) and spec.me.validation is None:
-            raise KnobError(
-                f"`ReduceLROnPlateau` follows the validation loss, but {spec.me.name!r} has no"
-                " validation set"
-            )
-        super().__init__(spec, learner, guard)
-        self.save_every, self.captured = save_every, captured
-        self.hooks = [as_hook(hook) for hook in hooks]
-        self._on_step = [hook for hook in self.hooks if type(hook).on_step is not Hook.on_step]
-        self._told_of_gradients = False
-        # whether the state is that after a whole step, evaluated where that is due
-        self.whole = True
-        # what the validation set says before the first step
-        self.first: Mapping[str, float] | None = None
+        self.going, self._count = dict(runs), len(runs)
+        self.asks, self.held_out, self.show, self.close = asks, held_out, show, close
+        self.began = time.monotonic() if began is None else began
+        self.steps, self.raises = Steps(), raises
+        self.ended: dict[int, Run] = {}
+        self.errors: list[UserCodeError] = []  # of the runs' own code
+        self.stopped = False  # by Ctrl-C
 
-    def open(self, configuration: Configuration, claim: Claim | None, resume: bool) -> None:
-        """Begin the record, or resume the run that was left in the folder that was claimed."""
-        out, self.folder = None if claim is None else claim.folder, RunFolder(claim)
-        record = self.resumed(out, configuration) if out and resume else None
-        if record is None:
-            check_free(out, resume)
-            # what fails on the validation set is told before anything is written
-            self.first = self._validate()
-            record = Record(configuration, out and out / "record.jsonl")
-        self.begin(record)
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Take steps until all are taken, hooks have ended the runs, or Ctrl-C is pressed."""
+        self.evaluated(OngoingRun.first_point, due=True)
+        while self.going and not self.stopped:
+            first = next(iter(self.going.values()))
+            if first.learner.step >= first.spec.steps:
+                break
+            taken = self.advance(min(run.until_due() for run in self.going.values()))
+            ended = self.follow_up(taken)
+            self.stopped = interrupted()
+            if not self.stopped:
+                self.finish(Stopped.HOOK, ended)
+        self.finish(Stopped.CTRL_C if self.stopped else None)
 
-    def begin(self, record: Record) -> None:
-        """Begin with a record, which is empty at the first step, and tell the hooks."""
-        self.record = record
-        start = Start(self.spec, self.learner.followed, record.configuration, self.learner.step)
-        tell(self.hooks, "on_start", start)
+    def advance(self, most: int) -> Mapping[int, Taken]:
+        """Take a step in every run; at most so many in a single one whose steps are captured."""
+        if self._count == 1:
+            blocks = self.each(lambda run: run.take_block(most))
+            taken = {place: block for place, block in blocks.items() if block is not None}
+            if taken or not self.going:
+                return taken
+        learners = [learner for run in self.going.values() for learner in run.learners]
+        answers = {} if self.asks is None else self.asks.ask(learners)
+        self.each(lambda run: run.ask(answers))
+        self.each(self._take) if self._count == 1 else self._take(*self.going.values())
+        return self.each(OngoingRun.advanced)
 
-    def run(self, interrupted: Callable[[], bool]) -> Stopped | None:
-        """Take steps until all are taken, a hook ends the run, or Ctrl-C is pressed.
+    def _take(self, *runs: OngoingRun) -> None:
+        stepping = [learner for run in runs for learner in run.stepping]
+        self.steps.take([stack for learner in stepping for stack in learner.stacks])
 
-        Return what ended it early.
-        """
-        try:
-            return self._run(interrupted)
-        except UserCodeError as error:
-            raise self.failed(error) from error.__cause__
+    def follow_up(self, taken: Mapping[int, Taken]) -> list[int]:
+        """Evaluate, save and tell the hooks after a step, as is due; return the runs that hooks end."""
+        due = any(run.due for run in self.going.values())
+        places = {id(run): place for place, run in self.going.items()}
 
-    def _run(self, interrupted: Callable[[], bool]) -> Stopped | None:
-        self.first_point()
-        while self.learner.step < self.spec.steps:
-            ended = self.taken(*self.advance(self.until_due()))
-            if interrupted():
-                return Stopped.CTRL_C
-            if ended:
-                return Stopped.HOOK
-        return None
+        def told(run: OngoingRun, validation: Mapping[str, float] | None) -> bool:
+            return run.taken(*taken[places[id(run)]], validation)
 
-    def first_point(self) -> None:
-        """Record a point before the first step."""
-        if not self.record.points:
-            self.evaluate(self.first)
+        ended = self.evaluated(told, due=due)
+        if self.show is not None and self.going:
+            losses = [loss for loss, _ in taken.values()]
+            step = max(run.learner.step for run in self.going.values())
+            self.show(step, sum(losses) / max(1, len(losses)), math.nan, None)
+        return [place for place, by_hook in ended.items() if by_hook]
 
-    def until_due(self) -> int:
-        """Return how many steps may be taken until there is something to evaluate, to save or to tell."""
-        if any(hook.every_step for hook in self._on_step):
-            return 1
-        step, every, saving = self.learner.step, self.spec.every, self.save_every
-        return min(every - step % every, saving - step % saving, self.spec.steps - step)
+    def evaluated(
+        self, do: Callable[[OngoingRun, Mapping[str, float] | None], T], *, due: bool
+    ) -> dict[int, T]:
+        """Do something with every run and, where an evaluation is due, its scores on its validation set."""
+        outputs = self.held_out.outputs() if due and self.held_out is not None else {}
 
-    @property
-    def due(self) -> bool:
-        """Whether an evaluation is due after the step that was taken."""
-        return self.learner.step % self.spec.every == 0 or self.learner.step == self.spec.steps
+        def scored(run: OngoingRun) -> T:
+            if run not in outputs:
+                return do(run, None)
+            loss = on_device(run.spec.loss, HOST)
+            return do(run, scores(*outputs[run], loss, run.spec.metrics))
 
-    def taken(
-        self,
-        own_loss: float,
-        left_out: Mapping[str, str],
-        validation: Mapping[str, float] | None = None,
-    ) -> bool:
-        """Evaluate, save and tell the hooks after a step, as is due.
+        return self.each(scored)
 
-        Say whether a hook ends the run.
-        """
-        step = self.learner.step
-        point = self.evaluate(validation) if self.due else None
-        self.whole = True
-        if step % self.save_every == 0:
-            self.save()
-        return self.call_hooks(own_loss, left_out, point)
+    def finish(self, stopped: Stopped | None, places: Sequence[int] | None = None) -> None:
+        """End runs, all of them when no place is named."""
+        places = list(self.going) if places is None else places
+        if places and self.close is not None:
+            self.close()
+        share = (time.monotonic() - self.began) / self._count
+        ended = self.each(lambda run: run.finish(stopped, share), places)
+        for place, run in ended.items():
+            self.ended[place] = run
+            self.going.pop(place)
 
-    def call_hooks(self, own_loss: float, left_out: Mapping[str, str], point: Point | None) -> bool:
-        """Tell all hooks of the step that was taken; say whether one of them ends the run."""
-        learner = self.learner
-        best_loss = learner.best.get("loss")
-        step = Step(
-            learner.step,
-            own_loss,
-            learner.weight,
-            left_out,
-            point,
-            learner.model,
-            best_loss,
-            self.tau,
-        )
-        before = self._gradient_version()
-        answers = tell(self._on_step, "on_step", step)
-        if self._gradient_version() != before and not self._told_of_gradients:
-            self._told_of_gradients = True
-            warnings.warn(
-                "a hook has changed gradients after the step was taken, which has no effect;"
-                " `clip_norm` cuts the direction before it",
-                stacklevel=2,
-            )
-        return True in [answer is True for answer in answers]
+    def each(
+        self, do: Callable[[OngoingRun], T], places: Sequence[int] | None = None
+    ) -> dict[int, T]:
+        """Do something with every run that goes on; one of many that fails ends, and the others go on."""
+        results = {}
+        for place in list(self.going) if places is None else places:
+            run = self.going[place]
+            try:
+                results[place] = do(run)
+            except GradientError as error:
+                if self.raises:
+                    raise
+                what, *_ = str(error).split(";")  # where the state is, its run says
+                warnings.warn(
+                    f"the run of {run.spec.me.name!r} has ended early: {what}", stacklevel=2
+                )
+                self._leave(place, error.run)
+            except UserCodeError as error:
+                failed = error if error.run is not None else run.failed(error)
+                if self.raises:
+                    raise failed from error.__cause__
+                self.errors.append(failed)
+                self._leave(place, failed.run)
+        return results
 
-    def _gradient_version(self) -> int:
-        """Return how often the gradients in the model were changed in place.
-
-        They are views of one vector.
-        """
-        gradients = (p.grad for p in self.learner.model.parameters())
-        return next((gradient._version for gradient in gradients if gradient is not None), 0)
-
-    def advance(
-        self, most: int = 1, answers: Mapping[Learner, Answers | None] = NOTHING_ASKED
-    ) -> tuple[float, Mapping[str, str]]:
-        """Take a step, or several if captured.
-
-        Return user 0's loss in the last, and who was left out and why.
-
-        `answers`: to questions that were asked together with those of other runs.
-        """
-        self.whole = False
-        with blaming("the model, the loss or the optimizer"):
-            losses = self.captured and self.captured.advance(most)
-        if losses:
-            return self.took(losses)
-        step = self._one_step(answers)
-        self.losses.append(float(step.own_loss))
-        for name, reason in step.left_out.items():
-            counts = self.left_out.setdefault(name, {})
-            counts[reason] = counts.get(reason, 0) + 1
-        return self.losses[-1], step.left_out
-
-    def took(self, losses: list[float]) -> tuple[float, Mapping[str, str]]:
-        """Note steps that were taken, with user 0's loss in each, and that nobody was left out of."""
-        self.losses += losses
-        return losses[-1], {}
-
-    def _one_step(self, answers: Mapping[Learner, Answers | None]) -> NextStep:
-        """Take one step, and return it."""
-        self.whole = True  # until the step is taken
-        try:
-            step = _next_step(self.learner, answers.get(self.learner))
-        except PeerLost as lost:
-            raise self._lost(lost) from lost
-        shadow = None if self.guard is None else self.guard.shadow
-        alone = None if shadow is None else _next_step(shadow, answers.get(shadow))
-        if self.guard is not None and alone is not None and self.learner.can_restart:
-            if not alone.is_finite():
-                raise self._not_finite(alone)
-            if not step.is_finite():  # the peers led the model astray, not user 0's examples
-                step = self._restarted(self.guard)
-        if not step.is_finite():
-            raise self._not_finite(step)
-        self.whole = False
-        step = self._take(step)
-        if (
-            alone is not None and alone.is_finite()
-        ):  # steps of this size may suit a method, and be too long alone
-            alone.take()
-        return step
-
-    def _take(self, step: NextStep) -> NextStep:
-        """Take a step and return it.
-
-        Where the rule's direction is not finite, one as of Alone, or an error.
-        """
-        try:
-            step.take()
-        except GradientError as error:
-            if self.guard is None:
-                self.whole = True
-                raise self._not_finite(step, str(error)) from error
-            warnings.warn(f"{error}; the run goes on from the model trained alone", stacklevel=5)
-            step = self._restarted(self.guard)
-            step.take()
-        return step
-
-    def _restarted(self, guard: Guard) -> NextStep:
-        """Let the run go on from the model trained alone, and return its next step."""
-        guard.restart(self.learner)
-        return _next_step(self.learner)
-
-    def _validate(self) -> Mapping[str, float] | None:
-        """Return the loss and the metrics on the validation set, where there is one."""
-        model, spec, held_out = self.learner.model, self.spec, self.spec.me.validation
-        return None if held_out is None else evaluate(model, spec.loss, held_out, spec.metrics)
-
-    def evaluate(self, validation: Mapping[str, float] | None = None) -> Point:
-        """Record a point, keep the model if it is the best by validation loss so far, and ask the guard."""
-        learner = self.learner
-        step, weight = learner.step, learner.weight  # as they are before the guard restarts the run
-        # not one: a batch had nothing to learn from
-        known = [loss for loss in self.losses if not math.isnan(loss)]
-        own_loss = sum(known) / len(known) if known else None
-        self.losses = []
-        validation = validation or self._validate()
-        if validation is not None:
-            learner.consider(validation["loss"])
-        point = Point(
-            step=step,
-            weight=None if math.isnan(weight) else weight,
-            own_loss=own_loss,
-            left_out=sum(sum(reasons.values()) for reasons in self.left_out.values()),
-            validation=validation or {},
-            guard=None if self.guard is None else self.guard.check(learner),
-        )
-        self.folder.write("record", lambda: self.record.add(point))
-        self.whole = True
-        tell(self.hooks, "on_evaluation", point)
-        return point
-
-    def finish(self, stopped: Stopped | None, seconds: float) -> Run:
-        """Save, evaluate the best model on the test set if the run has ended, and return the run."""
-        if self.whole:
-            self.save()
-        learner, spec = self.learner, self.spec
-        model, best, decision = learner.served()
-        failed: UserCodeError | None = None
-        broken = stopped is Stopped.USER_CODE  # and might fail again
-        if self.guard is not None and not broken:
-            model, best, decision = self.guard.decide(model, best)
-        held_out = spec.me.validation, spec.me.test if stopped in (None, Stopped.HOOK) else None
-        scores: list[dict[str, float]] = [{}, {}]
-        try:
-            if not broken:
-                scores = [
-                    evaluate(model, spec.loss, e, spec.metrics) if e is not None else {}
-                    for e in held_out
-                ]
-        except UserCodeError as error:
-            failed, stopped, broken = error, Stopped.USER_CODE, True
-        end = self._end(stopped, seconds, scores, best.get("step", learner.step), decision)
-        alone = learner.trained_alone() if self.guard is None else self.guard.alone()
-        end = with_verdict(end, self.record.configuration, spec, model, None if broken else alone)
-        self.folder.write("record", lambda: self.record.finish(end))
-        given = (
-            learner.state,
-            learner.step,
-            end.best_step,
-            scores[1],
-            stopped,
-            learner.models(),
-            alone,
-        )
-        run = Run(model, self.record, *given, self.folder.unwritten(), spec)
-        try:
-            tell(self.hooks, "on_end", run)
-        except UserCodeError as error:
-            failed = failed or error
-        if failed is not None:
-            raise UserCodeError(f"{failed}; {self.folder.where()}", run) from failed.__cause__
-        return run
-
-    def _end(
-        self,
-        stopped: Stopped | None,
-        seconds: float,
-        scores: Sequence[Mapping[str, float]],
-        best_step: int,
-        decision: GuardDecision | None,
-    ) -> End:
-        """Return what the record says of the end, but for the verdict."""
-        learner, engine, (validation, test) = self.learner, self.learner.engine, scores
-        traffic = total(self.travelled, engine.traffic())
-        return End(
-            step=learner.step,
-            best_step=best_step,
-            seconds=round(seconds, 3),
-            stopped=stopped,
-            validation=validation,
-            test=test,
-            guard=decision,
-            tau=self.tau(),
-            left_out=self.left_out,
-            costs=learner.costs.by_user(),
-            traffic=traffic,
-            promises=engine.promises() if isinstance(engine, TellsPromises) else {},
-            account=learner.account(traffic),
-            not_captured=(self.captured and self.captured.failed) or "",
-        )
-
-    def tau(self) -> dict[str, float]:
-        """Return each peer's share of the peers' weight in the last step, where there is such a thing."""
-        weights = self.learner.tau()
-        whole = sum(weights.values())
-        return {name: float(weight / whole) for name, weight in weights.items()} if whole else {}
-
-    def failed(self, error: UserCodeError) -> UserCodeError:
-        """Save what there is, tell the hooks that the run has ended, and return the error with where it is."""
-        try:
-            run = self.finish(Stopped.USER_CODE, 0.0)
-        except UserCodeError as second:  # the same code fails at the end too
-            run = second.run
-        return UserCodeError(
-            f"{error}, after {counted(self.learner.step, 'step')}; {self.folder.where()}", run
-        )
-
-    def _lost(self, lost: PeerLost) -> PeerLost:
-        """Save the state before this step, and return the error with where it is."""
-        path, run = self.save(), self.finish(Stopped.PEER_LOST, 0.0)
-        where = (
-            f"saved in {path}; start everybody again and resume"
-            if path
-            else "in this error's `run`"
-        )
-        return PeerLost(
-            f"{lost}. The state after {counted(self.learner.step, 'step')} is {where}",
-            lost.peers,
-            run,
-        )
-
-    def _not_finite(self, step: NextStep, of_rule: str | None = None) -> GradientError:
-        """Save the state before this step, and return an error that says where it is."""
-        path, run = self.save(), self.finish(Stopped.NOT_FINITE, 0.0)
-        where = f"saved in {path}" if path else "in this error's `run`"
-        own = (
-            f"user 0's own gradient is not finite at step {self.learner.step} (loss"
-            f" {float(step.own_loss):.4g})"
-        )
-        remedy = (
-            "Start again with a lower `lr`, or look for extreme values in the examples of"
-            f" {self.spec.me.name!r}"
-        )
-        if of_rule is not None:
-            remedy = (
-                "Look at what the rule divides by, or for a peer whose gradients are very large"
-            )
-        return GradientError(f"{of_rule or own}; the state before it is {where}. {remedy}", run)
-
-
-def _next_step(learner: Learner, answers: Answers | None = None) -> NextStep:
-    with blaming("the model or the loss"):
-        return learner.next_step(answers)
+    def _leave(self, place: int, run: object) -> None:
+        """Let a run be ended that could not go on."""
+        self.going.pop(place)
+        if isinstance(run, Run):
+            self.ended[place] = run

@@ -20,7 +20,8 @@ from coterie.training import setup
 from coterie.training.checking import check, with_rule, with_usable_peers
 from coterie.training.choose import choose, with_estimates
 from coterie.training.hooks import ProgressHook
-from coterie.training.loop import TrainingLoop
+from coterie.training.loop import Loop
+from coterie.training.ongoing import OngoingRun
 from coterie.training.resuming import with_earlier_choice
 from coterie.training.run import Run
 from coterie.training.trackers import trackers_of
@@ -57,9 +58,10 @@ def train_spec(spec: RunSpec) -> Run:
         run = set_up(spec, held, stack)
         interrupted = stack.enter_context(interruptible())
         run.open()
-        stopped = run.loop.run(interrupted)
-        stack.close()  # whom the engine has asked need not wait for the end
-        return run.loop.finish(stopped, time.monotonic() - began)
+        # whom the engine has asked need not wait for the end
+        loop = Loop({0: run.ongoing}, began=began, close=stack.close, raises=True)
+        loop.run(interrupted)
+        return loop.ended[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +69,13 @@ class SetUpRun:
     """A run that is set up; once it is open its steps can be taken."""
 
     spec: RunSpec  # prepared
-    loop: TrainingLoop
+    ongoing: OngoingRun
     configuration: Configuration
     claim: Claim | None
 
     def open(self) -> None:
         """Begin the record, or resume the run that was left in the folder."""
-        self.loop.open(self.configuration, self.claim, self.spec.resume)
+        self.ongoing.open(self.configuration, self.claim, self.spec.resume)
 
 
 def set_up(
@@ -116,7 +118,7 @@ def set_up(
     learner = algorithm.learner(spec, engine, costs)
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
-    loop = TrainingLoop(
+    ongoing = OngoingRun(
         spec, learner, hooks, save_every=spec.save_every, guard=watch, captured=captured
     )
-    return SetUpRun(spec, loop, replace(configuration, capture=capture), claim)
+    return SetUpRun(spec, ongoing, replace(configuration, capture=capture), claim)

@@ -188,10 +188,10 @@ class InMemory:
 
     def take(self, indices: Tensor) -> tuple[Tree, Tree]:
         """Return the inputs and targets at these indices."""
-        indices = indices.to(self.device)
         if isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor):
+            indices = indices.to(self.inputs.device)
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
-        return self._mapped(lambda leaf: leaf.index_select(0, indices))
+        return self._mapped(lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
 
     def to(self, device: torch.device) -> Self:
         """Return the same examples on another device."""

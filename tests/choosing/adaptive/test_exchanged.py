@@ -73,7 +73,7 @@ def variation(one: coterie.Run, other: coterie.Run) -> float:
     return sum(abs(a[name] - b[name]) for name in a) / 2
 
 
-@pytest.mark.parametrize("where", ["processes", "NVFLARE's, over sites in this process"])
+@pytest.mark.parametrize("where", ["processes", "here"])
 def test_a_step_is_one_exchange_and_the_run_is_that_in_process(where: str) -> None:
     me, peers = users()
     with ENGINES[where]() as engine:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tests.support.frozen_cases.cases import case
 from tests.support.frozen_cases.library import (
-    distributed,
     engine_of,
     flare,
     in_process,
@@ -29,7 +28,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 
 def other_engines() -> None:
-    """Add quadratics, sites, and peers in processes of their own."""
+    """Add quadratics and sites; runs over processes are compared with those of one, to the bit."""
     for name, rule in (
         PLAIN | ROWS | AUTO | {"averaging, trimmed": OTHER["averaging, trimmed"]}
     ).items():
@@ -43,39 +42,6 @@ def other_engines() -> None:
         @case(f"flare: {name}, batch norm", draws=True)
         def _(rule: Making = (PLAIN | ROWS)[name]) -> Any:
             return a_run(rule(()), "batch norm, dropout", engine=flare, steps=5)
-
-    chosen = (
-        "averaging, tau",
-        "averaging, falling",
-        "correction",
-        "correction, falling",
-        "cosine",
-        "mirror",
-    )
-    several = {name: (PLAIN | ROWS)[name] for name in chosen} | {"auto": AUTO["correction, auto"]}
-    several["averaging, krum"] = OTHER["averaging, krum"]
-    ways: dict[str, dict[str, Any]] = {
-        "rows": {},
-        "bf16": {"compress": "bf16"},
-    }
-    for how, settings in ways.items():
-
-        @case(f"distributed, {how}")
-        def _(settings: dict[str, Any] = settings) -> Any:
-            with distributed(**settings) as engine:
-                some = (
-                    several
-                    if not settings.get("compress")
-                    else {name: several[name] for name in chosen[:1]}
-                )
-                return {
-                    name: a_run(rule(()), engine=engine, steps=6) for name, rule in some.items()
-                }
-
-        @case(f"distributed, {how}: batch norm", draws=True)
-        def _(settings: dict[str, Any] = settings) -> Any:
-            with distributed(**settings) as engine:
-                return a_run(PLAIN["correction"](()), "batch norm, dropout", engine=engine, steps=5)
 
     for name, rule in (PLAIN | ROWS | {"averaging, trimmed": OTHER["averaging, trimmed"]}).items():
         if "tau" in name:
@@ -216,11 +182,6 @@ def left_out() -> None:
     @case("left out: one by one")
     def _() -> Any:
         return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), engine=one_by_one)
-
-    @case("left out: distributed, rows")
-    def _() -> Any:
-        with distributed() as engine:
-            return a_run(PLAIN["correction"](()), everyone=with_bad_peer(), engine=engine)
 
     for name, method in {
         "FedAvg": {"local_steps": 2},

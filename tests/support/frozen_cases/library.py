@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
 import torch
-from tests.support import processes
 from torch import Tensor, nn
 
 import coterie
@@ -186,11 +184,6 @@ def attacked(attackers: Sequence[str], attack: Any) -> Callable[..., Any]:
     return lambda *problem, **settings: attacks.Attacked(
         in_process(*problem, **settings), attackers, attack
     )
-
-
-def distributed(**settings: Any) -> AbstractContextManager[Any]:
-    """Return what makes an engine whose peers are in processes of their own."""
-    return processes.torch_distributed(**settings)
 
 
 def quadratics(own: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], **more: Any) -> Any:

@@ -2,7 +2,7 @@
 
     trunk    first half: F models follow the peers only; user 0's examples, which they do not see,
              say whom to follow. Trunk q is judged without fold q. A gradient far longer than the
-             others' is not heard
+             others' is left out
     pooled   all steps: one more follows the peers by numbers of examples
     branch   second half: from the trunks, and from pooled, copies follow the own examples, held
              back by weight decay towards where they began
@@ -142,7 +142,7 @@ class AdaptiveLearner(Learner):
         if self.buffers["peers"].shape[1]:  # running statistics are those of the own examples
             own.append(points)
             parts = [*parts, *([*self._judging(), 0] if in_trunk else [0])]
-        self._asks = judges or self.heard is None or not self._holds()
+        self._asks = judges or self.last_exchange is None or not self._holds()
         if judges:
             self._pooled = self.peer_weights.by_size
         if not self._asks:
@@ -155,8 +155,8 @@ class AdaptiveLearner(Learner):
         answers = self.points.ask(self.question()) if answers is None else answers
         asked = len(self.peers.x) if self._asks else 0
         own, loss = (each[0] for each in self.own_answers(answers))
-        if not self._asks and self.heard is not None:  # between exchanges: the last sums
-            peers = PeerSums(self.heard["sums"], self.heard["answered"])
+        if not self._asks and self.last_exchange is not None:  # between exchanges: the last sums
+            peers = PeerSums(self.last_exchange["sums"], self.last_exchange["answered"])
             return NextStep(own, loss, {}, partial(self._take, answers, peers))
         if answers.judged is None:
             take = partial(self._take, answers, peer_sums(answers, asked))
@@ -201,9 +201,6 @@ class AdaptiveLearner(Learner):
             self.buffers |= {"alone": alone, "peers": theirs} | (
                 {"branch": branch[0]} if branch else {}
             )
-        for stack in self.stacks:
-            stack.step()
-        self.advanced(1)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -222,12 +219,12 @@ class AdaptiveLearner(Learner):
 
     def _keep(self, answers: Answers, peers: PeerSums) -> None:
         """Keep what the peers said for the steps up to the next exchange, where there are any."""
-        silent = gave_nothing(answers.left_out)
+        silent = gave_nothing(answers.left_out) if answers.left_out else ()
         self._gave = np.array([name not in silent for name in self.engine.names])
         if answers.refused is not None:
             self._gave = ~answers.refused.numpy()
         if self.exchange_every > 1 and self._asks:
-            self.heard = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
+            self.last_exchange = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
 
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken.
@@ -288,7 +285,7 @@ class AdaptiveLearner(Learner):
         followed_any, trunks = self.peer_weights.fork(), self.n_folds
         self._weigh()
         x, held = self.peers.x, self.buffers["peers"]
-        self.peers, self.heard = self.peers.forked([[trunks]]), None
+        self.peers, self.last_exchange = self.peers.forked([[trunks]]), None
         self.longest = self.x.new_tensor(
             [float(self.peer_weights.by_size @ self.peer_weights.bounds())]
         )
@@ -396,7 +393,7 @@ class AdaptiveLearner(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
-        names = ("step", "half", "state", "longest", "origins", "buffers", "heard")
+        names = ("step", "half", "state", "longest", "origins", "buffers", "last_exchange")
         return {
             **{name: getattr(self, name) for name in names},
             **self.peer_weights.state_dict(),
@@ -421,7 +418,7 @@ class AdaptiveLearner(Learner):
         self.branch = None if state["branch"] is None else self._own_stack(state["branch"]["x"])
         if self.branch is not None:
             self.branch.load_state_dict(state["branch"])
-        self.buffers, self.heard = dict(state["buffers"]), state["heard"]
+        self.buffers, self.last_exchange = dict(state["buffers"]), state["last_exchange"]
         self.origins, self.longest = (state[name].to(self.x) for name in ("origins", "longest"))
         self.peer_weights.load_state_dict(state)
         self._weigh()

@@ -6,12 +6,13 @@ The losses and gradients of all, on batches that groups of them share.
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from coterie.engines.in_process.passes import MAX_MAPPED_SIZE, Passes, zeros_for_none
+from coterie.engines.in_process.passes import MAX_MAPPED_SIZE, Passes
 from coterie.engines.in_process.sampler import Batches
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import is_over_classes
@@ -61,6 +62,7 @@ class Copies:
         if passes.per_example is None:
             raise AssertionError("`not_stacked` keeps losses that are no means over examples away")
         self._loss, self._classes = passes.per_example, is_over_classes(passes.loss)
+        self.weighs = self._loss.weights is not None  # examples count differently
 
     def gradients(
         self, x: Tensor, shares: Tensor, inputs: Tree, targets: Tree, into: Tensor | None = None
@@ -84,9 +86,10 @@ class Copies:
             leaf.requires_grad_()
         sums = (self._losses(leaves, inputs, targets) * shares).sum(2)
         with torch.autograd.set_multithreading_enabled(False):
-            gradients = torch.autograd.grad(sums.sum(), list(leaves.values()), allow_unused=True)
-        whole = zeros_for_none(gradients, leaves.values())
-        torch.cat([g.flatten(2) for g in whole], dim=2, out=into)
+            gradients = torch.autograd.grad(
+                sums.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        torch.cat([g.flatten(2) for g in gradients], dim=2, out=into)
         return sums.detach()
 
     def _write_each(
@@ -143,11 +146,6 @@ class Copies:
             losses, counts = self._losses(self._pieces(x), inputs, targets), self.counts(targets)
         return losses if counts is None else losses / (counts + (counts == 0)).unsqueeze(1)
 
-    @property
-    def weighs(self) -> bool:
-        """Whether examples count differently in their users' losses."""
-        return self._loss.weights is not None
-
     def counts(self, targets: Tree) -> Tensor | None:
         """Return what each example counts in its user's loss, (G, R).
 
@@ -185,15 +183,15 @@ class Copies:
     def _losses(self, values: Mapping[str, Tensor], inputs: Tree, targets: Tree) -> Tensor:
         if not self._loss.of_torch:
             return self._mapped(self._each_loss, values, inputs, targets)  # type: ignore[no-any-return]
-        outputs = self._outputs(values, inputs)
-        groups, copies, rows = leaves(outputs)[0].shape[:3]
-
-        def repeated(leaf: Tensor) -> Tensor:
-            return leaf.unsqueeze(1).expand(groups, copies, *leaf.shape[1:]).flatten(0, 1)
-
-        outputs, targets = (
-            mapped(lambda leaf: leaf.flatten(0, 1), outputs),
-            mapped(repeated, targets),
+        outputs = cast("Tensor", self._outputs(values, inputs))
+        groups, copies, rows = outputs.shape[:3]
+        # of torch's losses outputs and targets are tensors
+        outputs = outputs.flatten(0, 1)
+        targets = (
+            cast("Tensor", targets)
+            .unsqueeze(1)
+            .expand(-1, copies, *targets.shape[1:])
+            .flatten(0, 1)
         )
         if self._classes:
             probabilities = targets.is_floating_point()

@@ -4,7 +4,7 @@ The gradient of a batch, of a weighted sum of batches, of each batch on its own.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, cast
 
@@ -360,16 +360,10 @@ class Passes:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small
         # pass takes.
         with torch.autograd.set_multithreading_enabled(False):
-            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        return self.parameters.flatten(zeros_for_none(gradients, leaves.values()))
-
-
-def zeros_for_none(gradients: Iterable[Tensor | None], leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Return gradients, with zeros by what the loss does not depend on."""
-    return [
-        torch.zeros_like(leaf) if g is None else g
-        for g, leaf in zip(gradients, leaves, strict=True)
-    ]
+            gradients = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        return self.parameters.flatten(gradients)
 
 
 def _memory(device: torch.device) -> int:

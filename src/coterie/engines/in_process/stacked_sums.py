@@ -211,7 +211,10 @@ class StackedSums:
         groups, rows = each.rows.shape
         taken = self.pool.examples.take(self._places[drawn[each.rows.flatten()]])
         inputs, targets = (
-            mapped(lambda leaf: leaf.view(groups, rows, *leaf.shape[1:]), t) for t in taken
+            t.view(groups, rows, *t.shape[1:])
+            if isinstance(t, Tensor)
+            else mapped(lambda leaf: leaf.view(groups, rows, *leaf.shape[1:]), t)
+            for t in taken
         )
         return inputs, targets
 

@@ -7,6 +7,7 @@ variables, starts the processes.
 import contextlib
 import copy
 import functools
+import logging
 import math
 import signal
 import threading
@@ -41,10 +42,10 @@ from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User, check_names
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Mutual", "TorchDistributed", "serve"]
 
-METHODS = {"ready": False, "gradients": True, "offer": False, "join": True, "part": True}
-"""What can be asked of a `Responder`, and whether it wants to know who asks."""
 PRIVATE = "private"
 """What a private peer says in the place of a digest of its examples."""
 _HELLO: dict[str, Any] = {"name": str, "examples": int | str, "data": str, "size": int}
@@ -380,7 +381,10 @@ class _Member:
             return None
         if method == "gradients" and self.sums is not None and not self.responder.only_sums:
             return {"refused": self.peer.refuse(f"it gives {self.sums}", mate.name).refused}
-        found = answered(self.responder, mate.name, method, arguments)
+        found = self.responder.answer(method, arguments, mate.name)
+        if "joined" in found:  # to be compared by telephone
+            shown = ", ".join(f"{name} {key}" for name, key in self.responder.known.items())
+            logger.warning("%s: masked sums with the keys %s", self.peer.user.name, shown)
         self._count(arguments.get("request"), found)
         return found
 
@@ -489,17 +493,6 @@ class Mutual(Remote):
         self.others.finish()
 
 
-def answered(
-    responder: Responder, caller: str, method: str, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a responder's answer to what can be asked of it."""
-    if method not in METHODS:
-        return {"refused": "there is no such question"}
-    named = {"caller": caller} if METHODS[method] else {}
-    answer: dict[str, Any] = getattr(responder, method)(**{**arguments, **named})
-    return answer
-
-
 def _answer_mate(
     responders: Mapping[str, Responder],
     run: tuple[int, int] | None,
@@ -515,7 +508,7 @@ def _answer_mate(
         if type(size) is not int or size < run[0] or seed != run[1]:
             said = f"without caps it answers for batches of at least {run[0]}, and its own seed"
             return {"refused": responder.peer.refuse(said, mate.name, request.get("step")).refused}
-    return answered(responder, mate.name, method, arguments)
+    return responder.answer(method, arguments, mate.name)
 
 
 def _check_rank(rank: int) -> None:

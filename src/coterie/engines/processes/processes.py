@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from coterie.engines.processes.link import Link, Seal, greeted
 from coterie.engines.processes.rendezvous import Rendezvous
 from coterie.engines.remote.codec import packed, unpacked
+from coterie.engines.remote.sites import FutureReplies
 from coterie.errors import PeerLost, printable
 
 logger = logging.getLogger(__name__)
@@ -115,31 +115,6 @@ class RemoteProcess:
             answer.set_result(None)
         if before is not None:
             before.close()
-
-
-@dataclass(frozen=True)
-class ProcessReplies:
-    """The answers of several processes, as they come; see `Replies`."""
-
-    answers: Mapping[str, futures.Future[Any]]
-    end: float  # by `time.monotonic`
-
-    def done(self) -> bool:
-        """Say whether every process has answered, is lost or has run out of time."""
-        return time.monotonic() >= self.end or all(
-            answer.done() for answer in self.answers.values()
-        )
-
-    def wait(self, needed: Callable[[Any], bool] | None = None) -> Mapping[str, Any]:
-        """Wait until it is done, or an answer is not what is needed; return the answers by name."""
-        waiting, here = set(self.answers.values()), set[futures.Future[Any]]()
-        while waiting and (left := self.end - time.monotonic()) > 0:
-            when = futures.ALL_COMPLETED if needed is None else futures.FIRST_COMPLETED
-            here, waiting = futures.wait(waiting, left, when)
-            if needed is not None and not all(needed(answer.result()) for answer in here):
-                break
-        there = {name: answer.result() for name, answer in self.answers.items() if answer.done()}
-        return {name: value for name, value in there.items() if value is not None}
 
 
 class Processes:
@@ -279,14 +254,14 @@ class Processes:
 
     def ask(
         self, names: Sequence[str], method: str, timeout: float, **arguments: Any
-    ) -> ProcessReplies:
+    ) -> FutureReplies:
         """Send a question to processes and return at once; see `Sites.ask`."""
         number = next(self._numbers)
         letter = packed({"number": number, "method": method, "arguments": arguments})
         answers: dict[str, futures.Future[Any]] = {name: futures.Future() for name in names}
         for name, answer in answers.items():
             self.mates[name].ask(number, letter, answer)
-        return ProcessReplies(answers, time.monotonic() + timeout)
+        return FutureReplies(answers, time.monotonic() + timeout)
 
     def reply(self, mate: RemoteProcess, number: int, answer: Any) -> None:
         """Send the answer to a question."""

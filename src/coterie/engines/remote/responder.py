@@ -4,6 +4,7 @@ Gradients, or its part of sums that hide the parts.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from coterie.engines.peer import Peer
@@ -14,6 +15,9 @@ from coterie.privacy.member import Member, check_margin
 from coterie.privacy.sums import SumsOnly
 
 NO_POSTERIORS = "it adds gradients under masks, no posteriors; it may set `posteriors` in [sums]"
+
+METHODS = {"ready": False, "gradients": True, "offer": False, "join": True, "part": True}
+"""What can be asked of a `Responder`, and whether it wants to know who asks."""
 
 
 class Responder:
@@ -40,6 +44,17 @@ class Responder:
     def __init__(self, peer: Peer, sums: SumsOnly | None = None) -> None:
         self.peer, self.only_sums, self.sums = peer, sums is not None, sums or SumsOnly()
         check_margin(peer.margin, sums)
+        self.known: dict[str, str] = {}  # the keys of those in the last agreement
+
+    def answer(
+        self, method: str, arguments: Mapping[str, Any], caller: str = "user 0"
+    ) -> dict[str, Any]:
+        """Answer what a transport has carried here, of what can be asked, from one it knows."""
+        if method not in METHODS:
+            return {"refused": "there is no such question"}
+        named = {"caller": caller} if METHODS[method] else {}
+        answer: dict[str, Any] = getattr(self, method)(**{**arguments, **named})
+        return answer
 
     def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
         """Say whether there is a gradient to give, and what is given at most; see `Peer.terms`."""
@@ -73,6 +88,7 @@ class Responder:
             agreed = self.member.join(agreement)
         except Exception as error:
             return self._refused(_reason(error), caller, {})
+        self.known = {site: offer.fingerprint for site, offer in agreed.offers.items()}
         for site, offer in agreed.offers.items():
             self.peer.ledger.note(caller=caller, sum_with=site, fingerprint=offer.fingerprint)
         return {"joined": agreed.digest.hex()}

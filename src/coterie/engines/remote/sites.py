@@ -1,6 +1,8 @@
 """The sites that user 0 can ask, whatever carries the messages; and sites in this process."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +49,31 @@ class LocalReplies:
         return self.replies
 
 
+@dataclass(frozen=True)
+class FutureReplies:
+    """Replies that come one by one; see `Replies`. None is that of a site that gave none."""
+
+    answers: Mapping[str, futures.Future[Any]]
+    end: float  # by `time.monotonic`
+
+    def done(self) -> bool:
+        """Say whether every site has answered, is lost or has run out of time."""
+        return time.monotonic() >= self.end or all(
+            answer.done() for answer in self.answers.values()
+        )
+
+    def wait(self, needed: Callable[[Any], bool] | None = None) -> Mapping[str, Any]:
+        """Wait until it is done, or an answer is not what is needed; return the answers by name."""
+        waiting, here = set(self.answers.values()), set[futures.Future[Any]]()
+        while waiting and (left := self.end - time.monotonic()) > 0:
+            when = futures.ALL_COMPLETED if needed is None else futures.FIRST_COMPLETED
+            here, waiting = futures.wait(waiting, left, when)
+            if needed is not None and not all(needed(answer.result()) for answer in here):
+                break
+        there = {name: answer.result() for name, answer in self.answers.items() if answer.done()}
+        return {name: value for name, value in there.items() if value is not None}
+
+
 class LocalSites:
     """Sites in this process.
 
@@ -61,7 +88,7 @@ class LocalSites:
     ) -> LocalReplies:
         """Ask the sites that are here; see `Sites.ask`."""
         here = {name: self.responders[name] for name in names if name in self.responders}
-        return LocalReplies({name: getattr(one, method)(**arguments) for name, one in here.items()})
+        return LocalReplies({name: one.answer(method, arguments) for name, one in here.items()})
 
 
 class CountedTransport:

@@ -88,9 +88,9 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
             bar = progress_bar(progress, f"{len(some)} runs", some[0].spec.steps)
             threads = cpu_threads(threads_for(None, some[0].engine))
             with threads, interruptible() as interrupted, bar as show:
-                loop = ManyLoop(some)
-                trained, stopped = loop.train(interrupted, show)
-            runs |= trained
+                loop = ManyLoop(some, show)
+                loop.run(interrupted)
+            runs, stopped = runs | loop.ended, loop.stopped
             errors += loop.errors
     for each, spec in zip(ready, specs, strict=True):
         if each.place not in runs:

@@ -1,9 +1,7 @@
-"""Everybody's questions answered together.
-
-One operator over all users, and all validation sets at once.
-"""
+"""What many runs do at once: their questions are answered by one operator, and so are their validation sets passed."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -16,10 +14,13 @@ from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
 from coterie.evaluation.losses import PerExample, on_device
 from coterie.gradients.gradients import finite_rows
 from coterie.learners.learner import Learner
-from coterie.learners.program import HOST, HeldOut
 from coterie.learners.spec import RunSpec
-from coterie.training.loop import TrainingLoop
-from coterie.users.trees import Tree
+from coterie.training.ongoing import OngoingRun
+from coterie.users.examples import InMemory
+from coterie.users.trees import Tree, mapped
+
+HOST = torch.device("cpu")
+"""Where outputs on validation sets are scored."""
 
 
 class SharedAnswers:
@@ -27,10 +28,12 @@ class SharedAnswers:
 
     Runs are prepared, of one model, loss, batch size and seed; their examples are in memory. A
     user's batch as a peer is the same for all others, and the one that it draws for itself.
+
+    `runs` are some of those that `specs` describe, by place.
     """
 
     def __init__(
-        self, copies: Copies, specs: Sequence[RunSpec], loops: Mapping[int, TrainingLoop]
+        self, copies: Copies, specs: Sequence[RunSpec], runs: Mapping[int, OngoingRun]
     ) -> None:
         users, size, seed = [spec.me for spec in specs], specs[0].batch_size, specs[0].seed
         pool = ExamplePool(users, copies.parameters.device)
@@ -38,8 +41,8 @@ class SharedAnswers:
         self._names = [user.name for user in users]
         # of a learner's parts, and of its peers
         self._columns: dict[Learner, tuple[list[int], list[int]]] = {}
-        for place, loop in loops.items():
-            for learner in learners_of(loop):
+        for place, run in runs.items():
+            for learner in run.learners:
                 parts = [place]
                 if isinstance(
                     learner, AdaptiveLearner
@@ -106,35 +109,39 @@ class SharedAnswers:
         return self._weights[1]
 
 
-class EvaluatedTogether:
-    """The validation sets of all members: models and guards' shadows pass over them together."""
+class HeldOutTogether:
+    """The validation sets of many runs: models and guards' shadows pass over them together."""
 
-    def __init__(self, copies: Copies, loops: Mapping[int, TrainingLoop]) -> None:
-        self._loops = loops
-        self._rows = [
-            (place, learner) for place, loop in loops.items() for learner in learners_of(loop)
-        ]
-        loss, users = copies.passes.per_example, [loops[place].spec.me for place, _ in self._rows]
+    def __init__(self, copies: Copies, runs: Sequence[OngoingRun]) -> None:
+        self._copies, device = copies, copies.parameters.device
+        self._rows = [(run, learner) for run in runs for learner in run.learners]
+        self._sets: dict[int, tuple[InMemory, list[int]]] = {}
+        for row, (run, _) in enumerate(self._rows):
+            held_out = run.spec.me.validation
+            if isinstance(held_out, InMemory):
+                held = self._sets.setdefault(id(held_out), (held_out.to(device), []))
+                held[1].append(row)
+        loss = copies.passes.per_example
         self._loss = None if loss is None else cast("PerExample", on_device(loss, HOST))
-        self._held_out = HeldOut(copies, users, self._points())
 
-    def _points(self) -> Tensor:
-        return torch.stack([learner.x for _, learner in self._rows])
+    def outputs(self) -> dict[OngoingRun, tuple[Tree, Tree]]:
+        """Return, on the host, outputs and targets of every run whose validation set is in memory.
 
-    def outputs(self) -> dict[int, tuple[Tree, Tree]]:
-        """Return outputs and targets of every member's model, by place, and leave losses with its guard."""
-        by_place = {}
-        outputs = self._held_out.outputs(self._points())
-        for row, (place, learner) in enumerate(self._rows):
-            if row in outputs:
-                loop = self._loops[place]
-                if loop.guard is not None and self._loss is not None:
-                    loop.guard.known[learner.model] = self._loss.by_example(*outputs[row]).double()
-                if learner is loop.learner:
-                    by_place[place] = outputs[row]
-        return by_place
-
-
-def learners_of(loop: TrainingLoop) -> list[Learner]:
-    """Return the learner of a run, and its guard's shadow."""
-    return [loop.learner] if loop.guard is None else [loop.learner, loop.guard.shadow]
+        Losses are left with the guards.
+        """
+        x, of_runs = torch.stack([learner.x for _, learner in self._rows]), {}
+        for held, rows in self._sets.values():
+            targets = mapped(Tensor.cpu, held.targets)
+            inputs = mapped(lambda leaf: leaf[None], held.inputs)
+            most = self._copies.max_copies(held.inputs, len(held))
+            for some in torch.split(torch.tensor(rows), most):
+                outputs = self._copies.outputs(x[some.to(x.device)][None], inputs)
+                outputs = mapped(Tensor.cpu, outputs)
+                for place, row in enumerate(some.tolist()):
+                    run, learner = self._rows[row]
+                    pair = mapped(itemgetter((0, place)), outputs), targets
+                    if run.guard is not None and self._loss is not None:
+                        run.guard.known[learner.model] = self._loss.by_example(*pair).double()
+                    if learner is run.learner:
+                        of_runs[run] = pair
+        return of_runs
