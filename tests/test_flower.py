@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from tests.support.flower import DirectGrid
 from torch import nn
@@ -126,3 +127,16 @@ def test_records_give_back_what_they_were_made_of() -> None:
         record = RecordDict({"arrays": ArrayRecord({}), "tree": ConfigRecord({"json": wrong})})
         assert from_record(record) is None
     assert from_record(RecordDict({})) is None
+    tree = ConfigRecord({"json": '{"array": "0"}'})
+    for data in (b"PK\x03\x04", b"\x93NUMPY\x01\x00\x02\x00{(", _header_of((10**12,))):
+        array = Array(dtype="float32", shape=(1,), stype="numpy.ndarray", data=data)
+        held = RecordDict({"arrays": ArrayRecord({"0": array}), "tree": tree})
+        assert from_record(held) is None, "a peer's bytes end nobody's run"
+
+
+def _header_of(shape: tuple[int, ...]) -> bytes:
+    """Return the beginning of an array of this shape, without a number."""
+    file = io.BytesIO()
+    about = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()

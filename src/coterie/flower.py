@@ -271,5 +271,5 @@ def from_record(record: RecordDict) -> Any:
 
     try:
         return full(json.loads(str(record.config_records["tree"]["json"])))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, EOFError, OSError):
+    except Exception:  # NumPy raises what zipfile, tokenize and the allocation of memory do
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import coterie
+from coterie.everyone.gains import COUNTED
 from coterie.recording import Comparison, Configuration, Difference, End, GuardDecision
-from coterie.reporting.verdict import Verdict, chance, serves_alone, verdict
+from coterie.reporting.run_page import ADVICE, HEADLINES
+from coterie.reporting.verdict import Finding, Verdict, chance, serves_alone, verdict
 from coterie.reporting.whom import listened_to
 
 ASKED = configuration(rule="WeightedAveraging(alpha=0.5)")
@@ -57,6 +59,11 @@ def test_both_measures_count(
     accuracy: tuple[float, float], loss: tuple[float, float], finding: str
 ) -> None:
     assert verdict(ASKED, compared(accuracy, loss)).finding == finding
+
+
+def test_every_finding_has_its_words() -> None:
+    findings = set(get_args(Finding))
+    assert findings == set(HEADLINES) == set(ADVICE) == set(COUNTED)
 
 
 def test_the_sentences() -> None:

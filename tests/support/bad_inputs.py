@@ -123,7 +123,7 @@ TRAIN: dict[str, list[Any]] = {
         [],
     ],
     "rule": [
-        "wga",
+        "no such rule",
         coterie.WeightedAveraging,
         0.5,
         [coterie.Alone()],

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from coterie.evaluation.metrics import less_is_better
 from coterie.recording.result import Difference
-from coterie.reporting.verdict import LEVEL, Verdict, difference, with_error
+from coterie.reporting.verdict import LEVEL, Finding, Verdict, difference, with_error
 from coterie.training.run import Run
 
-COUNTED = {
+COUNTED: dict[Finding, str] = {
     "better": "better off than alone",
     "worse": "worse off",
     "mixed": "better off in one measure and worse off in another",

@@ -15,7 +15,7 @@ from coterie.reporting.charts import Interval, Points, interval_chart, line_char
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.phrases import cells, note, numbers, sure_speedup
 from coterie.reporting.summary import beside_alone, leaderboard, summary
-from coterie.reporting.verdict import Verdict, difference, verdict
+from coterie.reporting.verdict import Finding, Verdict, difference, verdict
 from coterie.reporting.verdict import interval as ends_of
 from coterie.reporting.whom import whom_section
 from coterie.theory import best_averaging, plan_for_peers
@@ -231,7 +231,7 @@ def _settings(record: Record) -> Section:
     return Section("Settings and versions", tables=[rows], folded=True)
 
 
-HEADLINES = {
+HEADLINES: dict[Finding, str] = {
     "better": "Better than alone",
     "worse": "Worse than alone",
     "mixed": "Better in one measure, worse in the other",
@@ -255,13 +255,14 @@ def write_run_page(
     )
 
 
-ADVICE = {
+ADVICE: dict[Finding, str] = {
     "better": "Use this model, and keep the peers.",
     "worse": "Do not use this model: train alone, or leave out peers that do harm.",
     "mixed": "Decide which of the two measures matters to you, and go by it.",
     "unclear": "Either model will do; to know, test on more rows, or repeat the splits.",
     "alone": "Use this model: nothing is gained from the peers here.",
     "unknown": "Hold out test rows before you rely on it.",
+    "constant": "Do not use it: more rows, or columns that say more of the target, come first.",
 }
 """What to do about a verdict, in one sentence."""
 

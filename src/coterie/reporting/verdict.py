@@ -19,12 +19,14 @@ from coterie.recording.result import Comparison, Difference, End
 LEVEL = 0.05
 """How often a verdict of better or worse may be made by chance, both measures counted."""
 
+Finding = Literal["better", "worse", "mixed", "unclear", "alone", "unknown", "constant"]
+
 
 @dataclass(frozen=True)
 class Verdict:
     """What may be said of the model served beside one trained alone."""
 
-    finding: Literal["better", "worse", "mixed", "unclear", "alone", "unknown", "constant"]
+    finding: Finding
     sentence: str
     comparison: Comparison | None = None  # what it rests on, where there is such a thing
     # in which measures it is clear, and whether better
