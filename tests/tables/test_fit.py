@@ -30,7 +30,7 @@ def visits(n: int = 90) -> pd.DataFrame:
     rng = np.random.default_rng(2)
     x = rng.normal(size=(n, 2))
     return pd.DataFrame(x, columns=["u", "v"]).assign(
-        who=np.resize(["a", "b"], n), y=40 + 7 * x[:, 0]
+        who=np.resize(["a", "b"], n), y=40 + 7 * x[:, 0] + 4 * x[:, 1]
     )
 
 
