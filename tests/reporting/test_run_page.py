@@ -261,9 +261,9 @@ def test_no_two_sentences_of_a_page_disagree(tmp_path: Path) -> None:
             "mixed": "Better in one measure",
         }
         assert headline.startswith(allowed.get(said.finding, headline))
-        assert {piece for piece in rest if "right of the mark is better" not in piece} == set(), (
-            said.sentence
-        )
+        assert {
+            piece for piece in rest if "leaves out the mark; right of it is better" not in piece
+        } == set(), said.sentence
     assert {"better", "unclear", "alone", "unknown"} <= findings
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 from tests.support.records import configuration
-from tests.support.regressions import users_with_validation
+from tests.support.regressions import TRUTH, users_with_validation
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -148,7 +148,9 @@ def test_models_that_training_made_no_better_are_told(best: int, alone: int, sai
     assert sentence.endswith(told) if said else "first step" not in sentence
 
 
-def test_an_untrained_model_is_not_served_without_a_word() -> None:
+@pytest.mark.parametrize("start", [-1.0, 0.5])
+def test_an_untrained_model_is_not_served_without_a_word(start: float) -> None:
+    """One that is worse than a constant at the start, and one that is better."""
     users = users_with_validation()
     long: dict[str, Any] = {
         "optimizer": torch.optim.SGD,
@@ -156,13 +158,18 @@ def test_an_untrained_model_is_not_served_without_a_word() -> None:
         "steps": 8,
         "progress": False,
     }  # the loss grows in every step
-    for rule in (coterie.Alone(), coterie.WeightedAveraging(0.5)):
-        model = nn.Linear(20, 1).double()
+    model = nn.Linear(20, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(start * TRUTH)
+    found = {coterie.Alone(): ("alone", "It was never")}
+    found |= {coterie.WeightedAveraging(0.5): ("unclear", "Neither was ever")}
+    for rule, (finding, which) in found.items():
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
         assert all(map(torch.equal, run.model.parameters(), model.parameters()))
-        told = " better than before its first step: steps may be too long, try a lower `lr`."
-        assert run.verdict.finding in ("constant", "alone")
-        assert run.verdict.sentence.endswith(told)
+        finding, which = ("constant", "It was never") if start < 0 else (finding, which)
+        told = f" {which} better than before its first step: steps may be too long, try a lower"
+        assert run.verdict.finding == finding
+        assert run.verdict.sentence.endswith(f"{told} `lr`.")
 
 
 def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:

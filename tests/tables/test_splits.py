@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_the_verdict_is_on_the_mean_and_so_in_record_and_page_and_after_resuming
         for end in (plain.record.end, *single)
     ]
     assert found.measures["loss"].difference == pytest.approx(np.mean(each))
+    constants = [end.constant for end in (plain.record.end, *single)]
+    assert run.record.end.constant == pytest.approx(np.mean(constants))
     wanted = np.std(each, ddof=1) * np.sqrt(1 / 3 + 20 / (12 + 20))
     assert found.measures["loss"].error == pytest.approx(wanted)
     record, page = (
@@ -123,13 +126,17 @@ def test_where_alone_is_served_both_are_said() -> None:
         guard=guard,
         comparison=over_splits([Split("alone", measures)] * 3, 10, 40),
     )
-    said = verdict(
-        Configuration(rule="", me=UserSummary(name="me", examples=9), peers={"b": 9}, steps=1), end
-    )
+    asked = Configuration(rule="", me=UserSummary(name="me", examples=9), peers={"b": 9}, steps=1)
+    said = verdict(asked, end)
     assert said.finding == "alone"
     assert said.sentence.startswith("me gets the model trained without peers: ")
     assert "It is not clear whether a model for me is better or worse" in said.sentence
     assert said.sentence.endswith("3 splits are too few to be sure.")
+    said = verdict(asked, replace(end, constant=0.4))
+    assert said.sentence == (
+        "The model for me is no better than a constant: its loss on 3 random splits with 10 test"
+        " rows each is 0.5, a constant has 0.4."
+    )
     said = judged("me", over_splits([split(-0.3), split(-0.31), split(-0.29)] * 3, 10, 40))
     assert said.finding == "better"
     wanted = (

@@ -1,6 +1,5 @@
 """What happened in a run: a point for every evaluation, and how it ended."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self, get_type_hints
@@ -100,8 +99,8 @@ class Difference:
     error: float  # the standard error of ours less alone, paired by example
     less_is_better: bool
     # the interval of 95 % of ours less alone, where it is not that of the error by Student's t
-    low: float = math.nan
-    high: float = math.nan
+    low: float | None = None
+    high: float | None = None
 
     @property
     def difference(self) -> float:
@@ -199,7 +198,9 @@ class End:
         """Return what a line of JSON holds."""
         plain = asdict(self)
         return {
-            name: value for name, value in plain.items() if value or name not in _LEFT_OUT_IF_EMPTY
+            name: value
+            for name, value in plain.items()
+            if name not in _LEFT_OUT_IF_EMPTY or value not in (None, "", {})
         }
 
     @classmethod
@@ -214,5 +215,5 @@ class End:
 
 
 _LEFT_OUT_IF_EMPTY = frozenset(
-    {"validation", "promises", "account", "not_captured", "comparison", "verdict"}
+    {"validation", "promises", "account", "not_captured", "comparison", "constant", "verdict"}
 )

@@ -91,10 +91,12 @@ def _no_better_than_a_constant(configuration: Configuration, end: End) -> Verdic
             f"A constant is served to {name}: no model was better than it on its own examples"
         )
         return Verdict("constant", f"{sentence} (loss {loss:.4g}).", comparison)
-    which, numbers = end.judged_on
-    if end.constant is not None and not numbers.get("loss", 0.0) < end.constant:
-        sentence = f"The model for {name} is no better than a constant: its {which} loss is"
-        sentence += f" {numbers['loss']:.4g}, a constant has {end.constant:.4g}."
+    which, loss = f"{end.judged_on[0]} loss", end.judged_on[1].get("loss", 0.0)
+    if end.comparison is not None and end.comparison.splits:
+        which, loss = f"loss on {end.comparison.on}", end.comparison.measures["loss"].ours
+    if end.constant is not None and not loss < end.constant:
+        sentence = f"The model for {name} is no better than a constant: its {which} is"
+        sentence += f" {loss:.4g}, a constant has {end.constant:.4g}."
         best = 0 if 0 in (end.best_step, _best_alone(end)) else None
         sentence += _learned(end, "It was never", best)
         return Verdict("constant", sentence, end.comparison)
@@ -173,7 +175,7 @@ def interval(one: Difference, examples: int, measures: int = 1) -> tuple[float, 
         >>> [round(end, 3) for end in interval(one, 31)]
         [-0.002, 0.202]
     """
-    if math.isfinite(one.low) and math.isfinite(one.high):
+    if one.low is not None and one.high is not None:
         return one.low, one.high
     if not math.isfinite(one.error) or examples < 2 or measures * 2.0 ** (1 - examples) >= LEVEL:
         return -math.inf, math.inf
@@ -194,7 +196,7 @@ def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
     numbers = ", ".join(f"{key} {difference(one)}" for key, one in measures.items())
     paired = "corrected for the overlap of the splits" if comparison.splits else "paired"
     evidence = f"{numbers} on {comparison.on} (one standard error, {paired})"
-    told = {key for key, one in measures.items() if math.isfinite(one.low)}
+    told = {key for key, one in measures.items() if one.low is not None}
     if told:
         between = ", ".join(f"{ends[key][0]:+.2g} and {ends[key][1]:+.2g}" for key in told)
         evidence = f"{numbers}, by 95 % between {between}, on {comparison.on}"
@@ -308,8 +310,8 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
         alone=ours - difference,
         error=account["error"],
         less_is_better=True,
-        low=account.get("low", math.nan),
-        high=account.get("high", math.nan),
+        low=account.get("low"),
+        high=account.get("high"),
     )
     return Comparison(on=on, examples=n, measures={"loss": loss})
 

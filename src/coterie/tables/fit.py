@@ -50,13 +50,14 @@ class Split:
     served: str  # "alone", or "with peers"
     measures: Mapping[str, Difference]
     seconds: float = 0.0  # that its run took
+    constant: float | None = None  # the loss of a constant on its test rows, where it is known
 
     @classmethod
     def of(cls, run: Run) -> "Split":
         """Return what came of a run; where Alone is served the two are the same."""
         end = run.record.end
         if end.comparison is not None and not end.comparison.splits:
-            return cls("with peers", end.comparison.measures, end.seconds)
+            return cls("with peers", end.comparison.measures, end.seconds, end.constant)
         if not serves_alone(end) and not asks_nobody(run.record.configuration):
             remedy = "leave out `--no-guard`, or `--repeats`"
             raise KnobError(
@@ -73,7 +74,7 @@ class Split:
             )
             for name in (*metrics, "loss")
         }
-        return cls("alone", measures, end.seconds)
+        return cls("alone", measures, end.seconds, end.constant)
 
 
 def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
@@ -83,7 +84,13 @@ def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
     """
     record, me = run.record, run.record.configuration.me
     comparison = over_splits(splits, me.test, int(me.examples) + me.validation)
-    end = replace(record.end, comparison=comparison, seconds=sum(split.seconds for split in splits))
+    constants = [split.constant for split in splits if split.constant is not None]
+    end = replace(
+        record.end,
+        comparison=comparison,
+        constant=float(np.mean(constants)) if len(constants) == len(splits) else None,
+        seconds=sum(split.seconds for split in splits),
+    )
     record.finish(replace(end, verdict=verdict(record.configuration, end).sentence))
     rows = [
         {
