@@ -39,7 +39,16 @@ def net(n_inputs: int, n_outputs: int) -> nn.Module:
     "estimator", [CoterieClassifier(steps=5, lr=0.5), CoterieRegressor(**QUICK)], ids=repr
 )
 def test_scikit_learns_own_checks(estimator: CoterieClassifier | CoterieRegressor) -> None:
-    check_estimator(estimator, on_skip=None)
+    """All but one, which is for fits without held-out rows, in double precision.
+
+    `test_a_row_of_weight_w_counts_as_w_rows` is in its place.
+    """
+    why = "which rows are held out depends on how many there are"
+    expected = {"check_sample_weight_equivalence_on_dense_data": why}
+    told = check_estimator(estimator, on_skip=None, on_fail=None, expected_failed_checks=expected)
+    failed = {each["check_name"]: each for each in told if each["status"] == "failed"}
+    assert not failed
+    assert [each["check_name"] for each in told if each["status"] == "xfail"] == list(expected)
 
 
 def test_what_fit_leaves() -> None:

@@ -226,3 +226,35 @@ def test_sample_weights_are_the_weights_of_a_column() -> None:
     assert share[1] - share[0] > 0.4
     with pytest.raises(ValueError, match=r"sample_weight.shape"):
         CoterieClassifier(0, steps=50).fit(X, y, heavy[:3])
+
+
+def test_a_row_of_weight_w_counts_as_w_rows() -> None:
+    """In whole batches, with nothing held out, against weighted least squares."""
+    rng = np.random.default_rng(1)
+    X, weights = rng.normal(size=(40, 3)), rng.integers(0, 5, 40).astype(float)
+    y = X @ [1.0, -2.0, 0.5] + rng.normal(size=40)
+    plain: dict[str, Any] = {"rule": "alone", "steps": 1500, "lr": 0.03, "batch_size": 200}
+    fitted = CoterieRegressor(**plain, validation=0.0).fit(X, y, weights).predict(X)
+    design = np.column_stack([X, np.ones(40)])
+    root = np.sqrt(weights)
+    wanted, other = (
+        design @ np.linalg.lstsq(design * each[:, None], y * each)[0] for each in (root, root > 0)
+    )
+    np.testing.assert_allclose(fitted, wanted, atol=1e-3)
+    assert np.abs(fitted - other).max() > 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"steps": 5, "lr": 0.3}], ids=["closed form", "steps"])
+def test_rows_of_weight_0_are_not_there_and_equal_weights_are_none(options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(2)
+    X = np.column_stack([np.repeat([1, 2, 3], 30), rng.normal(size=(90, 2))])
+    y = np.where(X[:, 1] + rng.normal(size=90) > 0, "a", "b")
+    there = np.arange(90) % 7 > 0
+    y[~there] = "c"
+    fitted = CoterieClassifier(0, **options).fit(X, y, 3.0 * there)
+    without = CoterieClassifier(0, **options).fit(X[there], y[there])
+    assert fitted.classes_.tolist() == ["a", "b"]
+    assert ("hierarchical" in fitted.leaderboard_) is not bool(options)  # fitted in closed form
+    np.testing.assert_array_equal(fitted.predict_proba(X), without.predict_proba(X))
+    with pytest.raises(ValueError, match="weight"):
+        CoterieClassifier(0, **options).fit(X, y, np.zeros(90))

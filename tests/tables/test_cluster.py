@@ -169,7 +169,7 @@ def test_nothing_set_is_the_closed_form_over_processes_too(
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-6)
     end = json.loads((tmp_path / "there" / "record.jsonl").read_text().splitlines()[-1])["end"]
-    assert end["account"]["exchanges"] == 27
+    assert end["account"]["exchanges"] == 39
 
 
 def test_what_does_not_fit_is_said_in_every_process(visits: pd.DataFrame, tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ class ClosedForm(Learner):
         examples = max([told.get(name) or 1 for name in engine.names], default=1)
         alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
 
-        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + EXCHANGES)
+        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
 
         def ask(asked: Asked) -> Answer:
             question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))

@@ -177,7 +177,8 @@ def checked_table(
             own_rows = with_dates(own_rows, roles.dates)  # noqa: PLW2901  # with more columns
             _check_complete(own_rows, roles.target, "drop the rows without a target")
             if roles.weights is not None:
-                weights_in(own_rows, roles.weights)
+                # one of weight 0 is not there
+                own_rows = own_rows[weights_in(own_rows, roles.weights) > 0]  # noqa: PLW2901
             if numeric and name != me:
                 check_numbers(own_rows[roles.target])
             if not prepared and me in (None, name):

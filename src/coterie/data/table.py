@@ -213,7 +213,6 @@ def from_table(settings: OneUserSettings) -> TableTask:
         settings.shares,
         own_examples=settings.own_examples,
         seed=settings.seed,
-        weights=settings.weights,
     )
     if preparation is None:
         features_of, targets = parts[0][list(table.roles.features)], parts[0][target]
@@ -274,12 +273,8 @@ def split_rows(
     own_examples: int | None,
     seed: int,
     whose: str = "user 0",
-    weights: str | None = None,
 ) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows, stratified by class where possible.
-
-    All have weight.
-    """
+    """Return a user's training, validation and test rows, stratified by class where possible."""
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
@@ -304,15 +299,7 @@ def split_rows(
             f"{whose}'s training rows have one class only ({training[target].tolist()[0]!r}); "
             "take more of its rows, or another user"
         )
-    parts = {"training": training, "validation": held_out, "test": tested}
-    for part, rows in parts.items():
-        if weights is not None and len(rows) and not rows[weights].astype(float).any():
-            few = (
-                f"column {weights!r} gives no weight to any of the {len(rows)} {part} rows of"
-                f" {whose}"
-            )
-            raise DataError(f"{few}; give more of its rows weight, or split them by another `seed`")
-    return list(parts.values())
+    return [training, held_out, tested]
 
 
 def _cut(
@@ -414,9 +401,7 @@ def _split(
     settings = table.roles.target, table.kind, shares, own_examples
     for name, own in table.rows.items():
         try:
-            parts[name] = split_at_most(
-                own, *settings, seed=seed, name=name, weights=table.roles.weights
-            )
+            parts[name] = split_at_most(own, *settings, seed=seed, name=name)
         except DataError as error:
             left_out[name] = str(error)
     return parts, left_out
@@ -442,10 +427,9 @@ def split_at_most(
     *,
     seed: int,
     name: str,
-    weights: str | None,
 ) -> list[pd.DataFrame]:
     """Return a user's training, validation and test rows; of the first at most so many."""
-    split: dict[str, Any] = {"seed": seed, "whose": repr(name), "weights": weights}
+    split: dict[str, Any] = {"seed": seed, "whose": repr(name)}
     parts = split_rows(own, target, kind, shares, own_examples=None, **split)
     if own_examples is None or own_examples >= len(parts[0]):
         return parts

@@ -63,8 +63,9 @@ class GroupEstimator(BaseEstimator):
         Args:
             X: the rows, a DataFrame or an array, with the group of each in the column `group`.
             y: the target of each row.
-            sample_weight: how much each row counts in the loss, at least 0; the models are then
-                trained by steps, also where nothing says how.
+            sample_weight: how much each row counts in the loss. Rows of weight 0 are left out.
+                Where the others' weights differ, models are trained by steps, also where nothing
+                says how.
             refused: nothing; in particular no `groups`, which `predict` would not be given.
         """
         for name in refused:
@@ -73,6 +74,15 @@ class GroupEstimator(BaseEstimator):
             )
             raise TypeError(f"`fit` takes no `{name}`{remedy}")
         rows, y = self._rows(X, y, ensure_min_samples=2, y_numeric=self._kind == "regression")
+        if sample_weight is not None:
+            sample_weight = _check_sample_weight(
+                sample_weight, rows, dtype=float, ensure_non_negative=True
+            )
+            if not sample_weight.any():
+                raise DataError("`sample_weight` gives no row any weight; let some be above 0")
+            rows, y, sample_weight = (each[sample_weight > 0] for each in (rows, y, sample_weight))
+            if len(set(sample_weight.tolist())) < 2:  # all rows count alike
+                sample_weight = None
         group = (
             unused("group", rows) if self.group is None else name_of("group", self.group, X, rows)
         )
@@ -92,7 +102,7 @@ class GroupEstimator(BaseEstimator):
         weights = None
         if sample_weight is not None:
             weights = unused("weight", rows)
-            rows[weights] = _check_sample_weight(sample_weight, rows, dtype=float)
+            rows[weights] = sample_weight
         given = (self.rule, self.steps, self.lr, sample_weight)
         trees: Literal[True, "only"] = "only" if self.module == "trees" else True
         closed = self.module in (None, "trees") and all(each is None for each in given)
@@ -155,7 +165,7 @@ class GroupEstimator(BaseEstimator):
 
     @property
     def leaderboard_(self) -> pd.DataFrame:
-        """Of each group (a row) the loss of each candidate; empty where models took steps."""
+        """Of each group (a row) the loss of each candidate; empty for a rule that has none."""
         return pd.DataFrame.from_dict(self._said("leaderboard"), orient="index")
 
     def _said(self, what: str) -> dict[Any, Any]:
@@ -225,7 +235,7 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
             its peers have; zeros where the model trained alone is served.
         verdict_: the verdict on each group's model, beside one trained alone.
         whom_: whom each group's model listens to, in a sentence.
-        leaderboard_: in a group's row, the loss of each candidate of the closed form.
+        leaderboard_: in a group's row, the loss of each candidate of the mixture.
 
     Example:
         >>> import numpy as np

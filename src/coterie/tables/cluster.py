@@ -183,10 +183,8 @@ def meet(
         elsewhere=[value for each in targets for value in each or ()],
         **columns,
     )
-    how: dict[str, Any] = {"seed": seed, "name": name, "weights": table.roles.weights}
-    parts = split_at_most(
-        table.rows[name], target, table.kind, asked.shares, asked.own_examples, **how
-    )
+    how = target, table.kind, asked.shares, asked.own_examples
+    parts = split_at_most(table.rows[name], *how, seed=seed, name=name)
     own = Statistics.of(
         parts[0][list(table.roles.features)], parts[0][target], table.kind, table.roles.categorical
     )
