@@ -464,17 +464,15 @@ def account_of(
         n: how many own rows there are.
         on_test: from a line to its losses on the test set, where there is one.
     """
-    lines = {"constant": fitted.entries["constant"], "alone": fitted.alone}
-    lines = {
-        **lines,
-        **{kind: fitted.entries[kind] for kind in fitted.entries if kind not in lines},
-    }
+    entries = fitted.entries
+    # where nothing says how predictions are mixed there is no constant
+    first = {kind: one for kind, one in entries.items() if kind == "constant"}
+    lines = {**first, "alone": fitted.alone}
+    lines |= {kind: one for kind, one in entries.items() if kind not in lines}
     ours = None if on_test is None else on_test(fitted.served)
     board = {}
     for name, one in {**lines, "served": fitted.served}.items():
-        weight = 1.0 if name == "served" else one.weight
-        if name == "alone":  # without the constant, which has a line of its own
-            weight -= fitted.entries["constant"].weight
+        weight = 1.0 if name == "served" else entries[name].weight if name in entries else 0.0
         line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
         if n >= FEWEST and name != "served":
             said = told(fitted.served.losses - one.losses, fitted.folds)
