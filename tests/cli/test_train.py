@@ -24,6 +24,8 @@ from coterie.recording.record import Record
 from coterie.tables import models
 
 RUNNER = CliRunner()
+ADAPTIVE = "AdaptiveAveraging(rates=(0.3, 1.0, 3.0))"
+"""The default with steps: no step size is given, so that several are tried."""
 
 
 @pytest.fixture
@@ -155,7 +157,7 @@ def test_the_default_finds_its_weights(table: Path, tmp_path: Path) -> None:
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run" / "record.jsonl")
-    assert record.configuration.rule == "AdaptiveAveraging()"
+    assert record.configuration.rule == ADAPTIVE
     assert set(record.end.account["weights"]) == {"b", "c"}
     assert record.end.verdict in " ".join(result.output.split())
 
@@ -368,8 +370,9 @@ def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: P
     [
         ([], "Mixture(trees=True)", 0),
         (["--validation", "0.3"], "Mixture(trees=True)", 18),
-        (["--steps", "5"], "AdaptiveAveraging()", 12),
-        (["--model", "mlp", "--steps", "5"], "AdaptiveAveraging()", 12),
+        (["--steps", "5"], ADAPTIVE, 12),
+        (["--model", "mlp", "--steps", "5"], ADAPTIVE, 12),
+        (["--steps", "5", "--lr", "0.05"], "AdaptiveAveraging()", 12),
         (["--rule", "alone", "--steps", "5"], "Alone()", 12),
     ],
 )

@@ -123,8 +123,9 @@ def test_the_model_trained_alone_is_named_where_it_is_served() -> None:
     early = verdict(ASKED, end(account={"leaderboard": board}))
     assert early.finding == "alone"
     assert early.sentence.endswith("no model that followed peers was judged.")
-    followed = board | {"alone": {"weight": 0.4}, "pooled": {"weight": 0.6}}
-    assert not serves_alone(end(account={"leaderboard": followed}))
+    for kind, asks_nobody in (("pooled", False), ("forest, alone", True), ("constant", True)):
+        mixed = board | {"alone": {"weight": 0.4}, kind: {"weight": 0.6}}
+        assert serves_alone(end(account={"leaderboard": mixed})) is asks_nobody
     nobody = configuration(rule="WeightedAveraging(alpha='auto')", choice={"alpha": 0.0, "tau": {}})
     assert (
         verdict(nobody, end(comparison=compared((0.0, 0.0), (0.0, 0.0)).comparison)).finding
@@ -161,24 +162,26 @@ def test_an_untrained_model_is_not_served_without_a_word(start: float) -> None:
     model = nn.Linear(20, 1).double()
     with torch.no_grad():
         model.weight.copy_(start * TRUTH)
-    found = {coterie.Alone(): ("alone", "It was never")}
-    found |= {coterie.WeightedAveraging(0.5): ("unclear", "Neither was ever")}
+    alone, wga = coterie.Alone(), coterie.WeightedAveraging(0.5)
+    found = dict.fromkeys((alone, wga), ("constant", "It was never"))
+    if start > 0:
+        found = {alone: ("alone", "It was never"), wga: ("unclear", "Neither was ever")}
     for rule, (finding, which) in found.items():
         run = coterie.train(model, mse_loss, users[0], users[1:], rule, **long)
         assert all(map(torch.equal, run.model.parameters(), model.parameters()))
-        finding, which = ("constant", "It was never") if start < 0 else (finding, which)
         told = f" {which} better than before its first step: steps may be too long, try a lower"
         assert run.verdict.finding == finding
         assert run.verdict.sentence.endswith(f"{told} `lr`.")
 
 
 def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
-    account = {"path": "branch", "validation_loss": 0.5, "difference": -0.5, "error": 0.1}
+    account = {"leaderboard": {"pooled": {"weight": 0.9}}, "out_of_fold": 0.5, "error": 0.1}
+    account |= {"difference": -0.5, "low": -0.75, "high": -0.25}
     said = verdict(ASKED, end(account=account))
     assert said.finding == "better"
-    assert (
-        "loss -0.50 ± 0.10 on 6 validation examples, corrected for having chosen" in said.sentence
-    )
+    told = "loss -0.50 ± 0.10, by 95 % between -0.75 and -0.25, on 12 own examples, each by models"
+    assert told in said.sentence
+    assert verdict(ASKED, end(account={**account, "high": 0.1})).finding == "unclear"
     tested = compared((0.0, 0.1), (0.0, 0.1))
     assert (
         verdict(

@@ -103,7 +103,10 @@ def test_the_default_takes_trees_where_they_are_right_and_saves_them_without_cod
     me, peers, model, loss = task(classes)
     run = coterie.train(model, loss, me, peers, coterie.Mixture(trees=trees), measure=False)
     board = run.record.end.account["leaderboard"]
-    assert ("alone" in board) is (trees is True)
+    assert ("hierarchical" in board) is (trees is True)
+    assert sum(line["weight"] for line in board.values()) == pytest.approx(2)  # "served" has 1
+    steps = "in closed form by 39 exchanges" if trees is True else "no steps"
+    assert f"2 peers, {steps}" in run.summary()
     kinds = [name for name in board if name.startswith("trees")]
     assert sum(board[name]["weight"] for name in kinds) > 0.5
     x, y = rows(400, 9, classes)

@@ -27,7 +27,7 @@ from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.mixture.candidates import FOLDS, Candidates
+from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
 from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
@@ -437,14 +437,12 @@ class ClosedForm(Learner):
         if fitted is None:
             return {}
         on_test = None if self.spec.me.test is None else partial(self._on, self.spec.me.test)
-        return account_of(fitted, self.tau(), len(self.spec.me), on_test)
+        account = account_of(fitted, self.tau(), len(self.spec.me), on_test)
+        return account | {"exchanges": fitted.exchanges}
 
     def _on(self, examples: Examples, entry: Entry) -> Array:
         """Return the losses of what an entry would serve."""
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
-
-
-ALONE_KINDS = ("constant", "alone", "forest, alone")
 
 
 def account_of(
@@ -486,8 +484,6 @@ def account_of(
         "tau": {name: weight for name, weight in tau.items() if weight},
         "folds": fitted.folds,
     }
-    if fitted.exchanges:  # of the closed form
-        account["exchanges"] = fitted.exchanges
     if n >= FEWEST:
         change = fitted.served.losses - fitted.alone.losses
         account |= {

@@ -15,6 +15,8 @@ STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
 INTERCEPT = 10.0
 """The variance of an intercept under the prior of Alone, where that of a coefficient is 1."""
 FOLDS = 4
+ALONE_KINDS = ("constant", "alone", "forest, alone")
+"""The kinds that ask no peer."""
 
 
 @dataclass(frozen=True, eq=False)

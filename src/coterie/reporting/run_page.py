@@ -21,16 +21,6 @@ from coterie.reporting.whom import whom_section
 from coterie.theory import best_averaging, plan_for_peers
 from coterie.theory.estimates import Estimates, Measured
 
-_NOT_SERVED = {
-    "alone": (
-        "These weights are of the model that followed the peers; what is served followed nobody."
-    ),
-    "pooled": (
-        "These weights are of the branch, which is not served: what is served followed the peers by"
-        " their numbers of examples in all steps."
-    ),
-}
-
 
 def details(record: Record, weight: float | None = None) -> list[Section]:
     """Return the folded sections of a run's page, as far as the record has something to say."""
@@ -38,7 +28,7 @@ def details(record: Record, weight: float | None = None) -> list[Section]:
         Section("How it was trained", summary(record, weight)[1:], folded=True),
         *_curves(record),
         *_weights(record),
-        *_candidates(record),
+        *_leaderboard(record),
         *_constants(record),
         _peers(record),
         _settings(record),
@@ -60,10 +50,10 @@ def _curves(record: Record) -> list[Section]:
         if restarts
         else []
     )
-    if "looks" in record.end.account:
+    if "weights" in record.end.account:
         text.append(
-            "The training loss is that of the copy trained alone. The validation loss is that of"
-            " what would be served at a step: in the first half of the steps this copy."
+            "The training loss is that of a copy trained alone. The validation loss is that of the"
+            " best candidate so far."
         )
     charts = [line_chart(curves, record.configuration.counts, "loss")]
     return [Section("Learning curves", text, charts=charts, folded=True)] if curves else []
@@ -77,7 +67,6 @@ def _weights(record: Record) -> list[Section]:
             line_chart({"all peers": (steps, weight)}, counts, "weight of the peers in the run")
         )
     account = record.end.account
-    text = [_NOT_SERVED[account["path"]]] if account.get("path") in _NOT_SERVED else []
     if account.get("weights"):
         peers = sorted(account["weights"].items(), key=lambda one: one[1][-1], reverse=True)
         lines = {"nobody": account["nobody"], **dict(peers[:5])}
@@ -90,7 +79,7 @@ def _weights(record: Record) -> list[Section]:
                 shown, "steps", f"weights in the first half, where the own examples judge{most}"
             )
         )
-    return [Section("Weights over the run", text, charts=charts, folded=True)] if charts else []
+    return [Section("Weights over the run", charts=charts, folded=True)] if charts else []
 
 
 def _leaderboard(record: Record) -> list[Section]:
@@ -101,32 +90,6 @@ def _leaderboard(record: Record) -> list[Section]:
     ]
     rows = leaderboard(record.end)
     return [Section("Leaderboard", text, [rows])] if rows else []
-
-
-def _candidates(record: Record) -> list[Section]:
-    account = record.end.account
-    if "leaderboard" in account:
-        return _leaderboard(record)
-    if not account:
-        return _leaderboard(record)
-    rows = [
-        {
-            "path": name + (" (served)" if name == account["path"] else ""),
-            "step": str(step),
-            "best in": f"{share:.0%}",
-        }
-        for name, looks in account["looks"].items()
-        for step, share in zip(looks["steps"], looks["frequencies"], strict=True)
-        if share
-    ]
-    text = [
-        (
-            "A look is a step whose models were judged by examples they had not seen. In how many"
-            " resamples of these examples it was the best of its path: what a path serves is the"
-            " mean of its looks with these shares."
-        ),
-    ]
-    return [Section("When it stopped", text, [rows], folded=True)]
 
 
 def _constants(record: Record) -> list[Section]:

@@ -18,15 +18,17 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     length = (
         f"{counted(end.step, configuration.counts.removesuffix('s'))} of {configuration.optimizer}"
     )
-    if "exchanges" in end.account:  # no optimizer took a step
-        length = f"in closed form by {counted(end.account['exchanges'], 'exchange')}"
+    if (exchanges := end.account.get("exchanges")) is not None:  # no optimizer took a step
+        length = f"in closed form by {counted(exchanges, 'exchange')}" if exchanges else "no steps"
     lines = [
         verdict(configuration, end).sentence,
         f"{configuration.rule}, {peers}, {length}",
     ]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
-    lines += [line for line in (followed(end), listened_to(configuration, end)) if line]
+    lines += [
+        line for line in (end.account.get("sentence"), listened_to(configuration, end)) if line
+    ]
     if board := leaderboard(end):
         lines.append("leaderboard: " + "; ".join(f"{row['']} {row['loss']}" for row in board))
     if "advice" in end.account:
@@ -98,27 +100,6 @@ def leaderboard(end: End) -> list[dict[str, str]]:
             row["on the test set"] = f"{one['test']:.4g}"
         rows.append({**row, "weight": f"{one['weight']:.0%}"})
     return rows
-
-
-def followed(end: End) -> str:
-    """Say what adaptive averaging followed and when it stopped; "" for another rule."""
-    if "leaderboard" in end.account:
-        return str(end.account["sentence"])
-    if not end.account:
-        return ""
-    first, last = (end.account["stop"][name] for name in ("first", "last"))
-    which = (
-        f"the model of step {first}"
-        if first == last
-        else f"the mean of the models of steps {first} to {last}"
-    )
-    return {
-        "alone": f"trained without peers; {which} was selected",
-        "branch": (
-            f"trained with peers first, then increasingly on your examples; {which} was selected"
-        ),
-        "pooled": f"trained with peers weighted by their numbers of examples; {which} was selected",
-    }[end.account["path"]]
 
 
 def promised(end: End) -> list[str]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from coterie.evaluation.comparing import compare, constant_loss
 from coterie.learners.spec import RunSpec
+from coterie.mixture.candidates import ALONE_KINDS
 from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import Comparison, Difference, End
 
@@ -108,14 +109,14 @@ def asks_nobody(configuration: Configuration) -> bool:
     return configuration.alone or configuration.choice.get("tau") == {}
 
 
-ASK_NOBODY = ("served", "alone, mixed", "constant", "alone", "own trees")
+ALONE_LINES = (*ALONE_KINDS, "served")
 """Lines of a leaderboard that are no candidates that ask a peer."""
 
 
 def serves_alone(end: End) -> bool:
     """Say whether what is served is the model trained alone beside the other."""
     board = end.account.get("leaderboard", {})
-    asked = sum(one["weight"] for kind, one in board.items() if kind not in ASK_NOBODY)
+    asked = sum(one["weight"] for kind, one in board.items() if kind not in ALONE_LINES)
     by_guard = end.guard is not None and end.guard.served == "alone"
     return by_guard or (bool(board) and asked < 0.005)
 
@@ -136,12 +137,6 @@ def _best_alone(end: End) -> int | None:
 
     None where it is not known.
     """
-    if looks := end.account.get("looks", {}).get("alone"):
-        return max(
-            int(step)
-            for step, share in zip(looks["steps"], looks["frequencies"], strict=True)
-            if share
-        )
     return None if end.guard is None else end.guard.alone_step
 
 
@@ -292,19 +287,15 @@ def _by_chance(p: float) -> str:
 
 
 def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> Comparison | None:
-    """Return the comparison in loss that was made on the way.
-
-    By validation examples, or by own ones in turn.
-    """
+    """Return the comparison in loss by own examples in turn."""
     if "difference" not in account:
         return None
-    if "leaderboard" in account:
-        n, ours = int(str(configuration.me.examples)), account["out_of_fold"]
-        on = f"{n} own examples, each by models that were fitted and mixed without it"
-    else:
-        n, ours = configuration.me.validation, account["validation_loss"]
-        on = f"{n} validation examples, corrected for having chosen"
-    difference = account["difference"]
+    n, ours, difference = (
+        int(str(configuration.me.examples)),
+        account["out_of_fold"],
+        account["difference"],
+    )
+    on = f"{n} own examples, each by models that were fitted and mixed without it"
     loss = Difference(
         ours=ours,
         alone=ours - difference,
@@ -317,12 +308,8 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
 
 
 def _why_alone(configuration: Configuration, end: End) -> str:
-    validation, looks = configuration.me.validation, end.account.get("looks")
-    if end.stopped and looks is not None and "branch" not in looks:
-        return f"the run was stopped by {end.stopped} before the collaborative model was judged"
-    if end.account.get("trunk") == "none":
-        return "no peer sent a gradient that could be followed while peers were judged"
-    if end.account.get("leaderboard") and set(end.account["leaderboard"]) <= {*ASK_NOBODY}:
+    board, validation = end.account.get("leaderboard"), configuration.me.validation
+    if board and set(board) <= {*ALONE_LINES}:
         return "no model that followed peers was judged"
     held_out = counted(validation, "validation example")
     if end.guard is not None and end.guard.served == "alone":
@@ -334,12 +321,8 @@ def _why_alone(configuration: Configuration, end: End) -> str:
 
 def _why_unknown(configuration: Configuration, account: Mapping[str, Any]) -> str:
     if account:
-        held_out = (
-            "one validation example is too few"
-            if configuration.me.validation
-            else "no examples were held out"
-        )
-        return f"{held_out}; give user 0 a test set"
+        few = counted(int(str(configuration.me.examples)), "own example")
+        return f"{few} cannot tell; give user 0 a test set"
     return f"no model was trained alone beside it (guard {configuration.guard})"
 
 
