@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from tests.support.hospitals import visits
@@ -13,6 +14,7 @@ from tests.test_examples import PAGES, ROOT
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.recording.record import Record
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -46,7 +48,7 @@ def test_a_table_by_the_commands_of_its_page(
         "visits.csv", index=False
     )
     table[:7].drop(columns="ill").to_csv("new_visits.csv", index=False)
-    (session,) = blocks(ROOT / "docs" / "tables.md", "console")
+    session = blocks(ROOT / "docs" / "tables.md", "console")[0]
     for line in session.splitlines():
         result = CliRunner().invoke(app, shlex.split(line.removeprefix("$ coterie ")))
         assert result.exit_code == 0, result.output
@@ -61,6 +63,26 @@ def test_a_table_by_the_commands_of_its_page(
         "probability_well",
     ]
     assert predictions["patient"].tolist() == [f"P{i}" for i in range(7)]
+
+
+def test_files_of_several_users_by_the_command_of_their_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    session = blocks(ROOT / "docs" / "tables.md", "console")[1]
+    command = shlex.split(session.removeprefix("$ coterie ").replace("\\\n", " "))
+    names = command[command.index("--header") + 1].split(",")
+    rng = np.random.default_rng(0)
+    for user in ("va", "cleveland", "hungarian"):
+        numbers = rng.normal(size=(60, len(names))).round(3)
+        numbers[:, -1] = (numbers[:, 0] + rng.normal(size=60) > 0) + 0  # `num`, of `age`
+        cells = np.where(rng.random(numbers.shape) < 0.05, "?", numbers.astype(str))
+        cells[:, -1] = numbers[:, -1].astype(int)
+        pd.DataFrame(cells).to_csv(f"processed.{user}.data", index=False, header=False)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    found = Record.load(Path("run") / "record.jsonl").configuration
+    assert (found.me.name, set(found.peers)) == ("va", {"cleveland", "hungarian"})
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,9 @@ def _step(joint: Optimizer, members: Sequence[Optimizer]) -> None:
         group.update(now)  # a schedule may change more than step sizes
     known = len(joint.state)
     joint.step()
-    if len(joint.state) > known:  # what is remembered was made in this step
-        for each in members:
-            each._opt_called = True  # type: ignore[attr-defined]  # which its scheduler asks for
+    for each in members:
+        each._opt_called = True  # type: ignore[attr-defined]  # which its scheduler asks for
+        if len(joint.state) > known:  # what is remembered was made in this step
             each.state.update({p: joint.state[p] for p in _parameters(each) if p in joint.state})
 
 
