@@ -349,7 +349,7 @@ class ClosedForm(Learner):
         examples = max([told.get(name) or 1 for name in engine.names], default=1)
         alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
 
-        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + EXCHANGES)
+        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
 
         def ask(asked: Asked) -> Answer:
             question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
@@ -358,6 +358,8 @@ class ClosedForm(Learner):
             answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
             if elsewhere and (said := ends.after_one()):
                 logger.warning("%s", said)
+            for name in (name for name in engine.names if name not in answers.left_out):
+                self.costs.compute([name], told.get(name), times=question.gradients)
             self._missed.update(list(answers.left_out))
             missed = answers.left_out.items()
             self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
@@ -391,7 +393,7 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
+        self.costs.compute([self.costs.me], len(self.spec.me), times=fitted.exchanges)
         self.state = {
             "step": self.step + 1,
             "weight": 1
@@ -464,17 +466,15 @@ def account_of(
         n: how many own rows there are.
         on_test: from a line to its losses on the test set, where there is one.
     """
-    lines = {"constant": fitted.entries["constant"], "alone": fitted.alone}
-    lines = {
-        **lines,
-        **{kind: fitted.entries[kind] for kind in fitted.entries if kind not in lines},
-    }
+    entries = fitted.entries
+    # where nothing says how predictions are mixed there is no constant
+    first = {kind: one for kind, one in entries.items() if kind == "constant"}
+    lines = {**first, "alone": fitted.alone}
+    lines |= {kind: one for kind, one in entries.items() if kind not in lines}
     ours = None if on_test is None else on_test(fitted.served)
     board = {}
     for name, one in {**lines, "served": fitted.served}.items():
-        weight = 1.0 if name == "served" else one.weight
-        if name == "alone":  # without the constant, which has a line of its own
-            weight -= fitted.entries["constant"].weight
+        weight = 1.0 if name == "served" else entries[name].weight if name in entries else 0.0
         line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
         if n >= FEWEST and name != "served":
             said = told(fitted.served.losses - one.losses, fitted.folds)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from coterie.arguments import settings_of
 from coterie.data import Preparation, read_table
 from coterie.data.reading import FileForm
 from coterie.engines.peer import Caps
@@ -358,7 +359,11 @@ def _server_file(members: Sequence[str]) -> str:
 
 
 def _lines(part: Data | Model | Training) -> str:
-    return "\n".join(f"{name} = {quoted(value)}" for name, value in _given(part).items())
+    """Return the settings of a part; those that are left out stand as comments, with what they mean."""
+    left_out = [name for name, value in vars(part).items() if value is None]
+    notes = {name: note.help for name, note in settings_of(type(part)).items() if name in left_out}
+    given = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
+    return "\n".join([*given, *(f"# {name} =   # {note}" for name, note in notes.items())])
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:
