@@ -338,7 +338,9 @@ def test_methods_run_with_sites_and_what_they_ask_is_planned_for(
     record = coterie.Record.load(folder / RUN / "record.jsonl")
     assert (record.end.step, record.end.left_out) == (STEPS, {})
     assert record.configuration.optimizer == "SGD(lr=0.1)"
-    line = next(line for line in (folder / "coterie.toml").read_text().splitlines() if "lr =" in line)
+    line = next(
+        line for line in (folder / "coterie.toml").read_text().splitlines() if "lr =" in line
+    )
     assert line.startswith("# lr =   # Step size."), "for user 0 to see and change"
     assert "for a method 0.1" in line
     assert {given(folder, site) for site in SITES} == {STEPS * asked}
@@ -553,7 +555,7 @@ def test_masked_sites_add_posteriors_where_they_say_so(posteriors: str, tmp_path
         for each in (folder, plain)
     ]
     for name, line in boards[0].items():
-        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=1e-5)
+        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=2e-4)  # dither is random
 
 
 @pytest.mark.parametrize("options", [("--steps", "50"), ("--model", "mlp"), ("--lr", "0.1")])

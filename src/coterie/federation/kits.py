@@ -360,10 +360,14 @@ def _server_file(members: Sequence[str]) -> str:
 
 def _lines(part: Data | Model | Training) -> str:
     """Return the settings of a part; those that are left out stand as comments, with what they mean."""
-    left_out = [name for name, value in vars(part).items() if value is None]
-    notes = {name: note.help for name, note in settings_of(type(part)).items() if name in left_out}
+    kind: type[Any] = type(part)
     given = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
-    return "\n".join([*given, *(f"# {name} =   # {note}" for name, note in notes.items())])
+    left_out = [
+        f"# {name} =   # {note.help}"
+        for name, note in settings_of(kind).items()
+        if getattr(part, name) is None
+    ]
+    return "\n".join([*given, *left_out])
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:
