@@ -360,7 +360,7 @@ def _server_file(members: Sequence[str]) -> str:
 
 def _lines(part: Data | Model | Training) -> str:
     """Return the settings of a part; those that are left out stand as comments, with what they mean."""
-    kind: type[Any] = type(part)
+    kind: Any = type(part)
     given = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
     left_out = [
         f"# {name} =   # {note.help}"
