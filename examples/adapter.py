@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     default = coterie.AdaptiveAveraging()
     how: dict[str, Any] = {"steps": asked.steps, "lr": 3e-3, "batch_size": 8, "measure": False}
-    spec = coterie.RunSpec(model, loss, me, peers, steps=asked.steps, batch_size=8)
+    spec = coterie.RunSpec(model, loss, me, peers, **how)
     print(f"the default rule will take {default.expected_cost(spec)}")
     for name, rule in (("alone", coterie.Alone()), ("pooled", pooled), ("default", default)):
         began = time.perf_counter()

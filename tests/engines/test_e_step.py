@@ -181,10 +181,11 @@ def test_caps_count_an_e_step_as_what_it_tells(tmp_path: Path) -> None:
     me, *peers = users()
     sites = held(peers, Caps(gradients=1000, norm=10.0, examples=20), tmp_path)
     engine = over(LocalSites(sites), peers)
-    coterie.train(nn.Linear(4, 3), LOSS, me, (), coterie.Mixture(), engine=engine, **QUIET)
+    run = coterie.train(nn.Linear(4, 3), LOSS, me, (), coterie.Mixture(), engine=engine, **QUIET)
     planned = coterie.Mixture().gradients_asked("me", [p.name for p in peers], StepSettings())
     for name, peer in sites.items():
         assert peer.ledger.given == planned == 15 + 12 * 3 * 5 + 12 * 2 * 6
+        assert run.record.end.costs[name].gradients == planned
         lines = (tmp_path / name).read_text().splitlines()
         assert sum('"e_step": "posterior"' in line for line in lines) == 12
         assert sum('"e_step": "gradient"' in line for line in lines) == 27

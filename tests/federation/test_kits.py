@@ -365,13 +365,13 @@ def lead_of(**training: Any) -> LeadSettings:
     ("training", "said"),
     [
         ({"rule": "wga", "steps": 51}, "a gives 50 more gradients, and this run may ask for 51"),
-        ({"steps": 11}, "a gives 50 more gradients, and this run may ask for 55"),
+        ({"steps": 18}, "a gives 50 more gradients, and this run may ask for 54"),
         (
             {"rule": "wga", "steps": 10, "batch_size": 8},
             "a gives no gradient of fewer than 10 rows.* is 8",
         ),
         ({"rule": "wga", "steps": 50, "batch_size": 10}, None),
-        ({"steps": 10}, None),
+        ({"steps": 16}, None),  # at five points in the first half, at one in the second
     ],
     ids=str,
 )

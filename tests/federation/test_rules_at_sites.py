@@ -338,7 +338,11 @@ def test_methods_run_with_sites_and_what_they_ask_is_planned_for(
     record = coterie.Record.load(folder / RUN / "record.jsonl")
     assert (record.end.step, record.end.left_out) == (STEPS, {})
     assert record.configuration.optimizer == "SGD(lr=0.1)"
-    assert "lr = 0.1\n" in (folder / "coterie.toml").read_text(), "for user 0 to see and change"
+    line = next(
+        line for line in (folder / "coterie.toml").read_text().splitlines() if "lr =" in line
+    )
+    assert line.startswith("# lr =   # Step size."), "for user 0 to see and change"
+    assert "for a method 0.1" in line
     assert {given(folder, site) for site in SITES} == {STEPS * asked}
     decision = record.end.guard
     assert decision is not None, "a model was trained alone beside it"
@@ -463,8 +467,12 @@ def test_a_knob_that_no_settings_can_hold_is_refused(tmp_path: Path) -> None:
     assert "`--knob alpha` cannot be written to the settings" in answer.output
 
 
-E_STEPS = 15 + 12 * 2
-"""As how many gradients a fit with two sites counts: gradients of the pooled model, and posteriors under one prior."""
+E_STEPS = 15 + 12 * 15 + 12 * 2
+"""As how many gradients a fit with two sites counts.
+
+Those of the pooled model, at one point; those of own and peers' rows together, at five for each of
+three strengths; and posteriors under one prior.
+"""
 
 
 def in_closed_form(place: Path, *options: str, more: str = "") -> Path:
@@ -484,13 +492,13 @@ def test_linear_models_are_found_in_closed_form_where_nothing_says_how_steps_are
     assert f"plans to ask for at most {kit.asked}" in said
     lead(folder, sites_of(folder))
     record = coterie.Record.load(folder / RUN / "record.jsonl")
-    assert record.end.account["exchanges"] == 27
+    assert record.end.account["exchanges"] == 39
     assert record.configuration.me.validation == 0
     for site in SITES:
         assert given(folder, site) == E_STEPS
         lines = (folder / "sites" / site / "requests.jsonl").read_text().splitlines()
         asked = [json.loads(line).get("e_step") for line in lines if "gradients" in line]
-        assert asked == ["gradient"] * 15 + ["posterior"] * 12
+        assert asked == ["gradient"] * (15 + 12) + ["posterior"] * 12
     settings = lead_settings(folder)
     _, task = lead_participant(folder, settings)
     assert task is not None
@@ -507,10 +515,10 @@ def test_linear_models_are_found_in_closed_form_where_nothing_says_how_steps_are
 def test_a_fit_that_a_lost_server_ended_starts_again_to_the_same_bits(tmp_path: Path) -> None:
     folders = [in_closed_form(tmp_path / name) for name in ("lost", "whole")]
     with pytest.raises(PeerLost):
-        lead(folders[0], LostAfter(sites_of(folders[0]), 20))
+        lead(folders[0], LostAfter(sites_of(folders[0]), 32))
     for folder in folders:
         lead(folder, sites_of(folder))
-    assert given(folders[0], "bern") == 15 + 5 * 2 + E_STEPS
+    assert given(folders[0], "bern") == 15 + 12 * 15 + 5 * 2 + E_STEPS
     boards = [
         coterie.Record.load(folder / RUN / "record.jsonl").end.account["leaderboard"]
         for folder in folders
@@ -547,7 +555,7 @@ def test_masked_sites_add_posteriors_where_they_say_so(posteriors: str, tmp_path
         for each in (folder, plain)
     ]
     for name, line in boards[0].items():
-        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=1e-5)
+        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=2e-4)  # dither is random
 
 
 @pytest.mark.parametrize("options", [("--steps", "50"), ("--model", "mlp"), ("--lr", "0.1")])

@@ -92,10 +92,10 @@ def everyone_in_process(folder: Path, names: Sequence[str]) -> coterie.Runs:
     settings = {name: site_settings(folder / "sites" / name).as_lead() for name in names}
     held = [lead_participant(folder / "sites" / name, each)[0] for name, each in settings.items()]
     how = settings[names[0]].training
-    knobs = {name: getattr(how, name) for name in ("steps", "batch_size", "seed")}
+    knobs = {name: getattr(how, name) for name in ("steps", "lr", "batch_size", "seed")}
     users = [each.user for each in held]
     return coterie.train_everyone(
-        held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), lr=0.01, **knobs
+        held[0].model, held[0].loss, users, coterie.AdaptiveAveraging(), **knobs
     )
 
 

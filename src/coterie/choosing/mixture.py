@@ -358,6 +358,8 @@ class ClosedForm(Learner):
             answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
             if elsewhere and (said := ends.after_one()):
                 logger.warning("%s", said)
+            for name in (name for name in engine.names if name not in answers.left_out):
+                self.costs.compute([name], told.get(name), times=question.gradients)
             self._missed.update(list(answers.left_out))
             missed = answers.left_out.items()
             self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
@@ -391,7 +393,7 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        self.costs.compute([self.costs.me, *self.engine.names], times=fitted.exchanges)
+        self.costs.compute([self.costs.me], len(self.spec.me), times=fitted.exchanges)
         self.state = {
             "step": self.step + 1,
             "weight": 1

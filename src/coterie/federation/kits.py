@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from coterie.arguments import settings_of
 from coterie.data import Preparation, read_table
 from coterie.data.reading import FileForm
 from coterie.engines.peer import Caps
@@ -358,7 +359,15 @@ def _server_file(members: Sequence[str]) -> str:
 
 
 def _lines(part: Data | Model | Training) -> str:
-    return "\n".join(f"{name} = {quoted(value)}" for name, value in _given(part).items())
+    """Return the settings of a part; those that are left out stand as comments, with what they mean."""
+    kind: Any = type(part)
+    given = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
+    left_out = [
+        f"# {name} =   # {note.help}"
+        for name, note in settings_of(kind).items()
+        if getattr(part, name) is None
+    ]
+    return "\n".join([*given, *left_out])
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:

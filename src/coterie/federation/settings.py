@@ -45,7 +45,7 @@ MIXTURE = "mixture"
 SITE_CAPS = Caps(gradients=10_000, norm=10.0, examples=16)
 """What a site gives at most unless it sets otherwise.
 
-Two runs of 1000 steps with the default rule.
+Three runs of 1000 steps with the default rule.
 """
 NO_PRIVACY = (
     "where everyone trains, nothing can be promised about a row: the points of a site's own run,"

@@ -56,7 +56,9 @@ class HeldOutEvaluations:
         self.spec, self.points, self.folds = spec, points, folds.numpy()
         self.paths: dict[str, Trajectory] = {}
         rows, validation = spec.me.examples, spec.me.validation
-        outputs = points.outputs(points.start()[None], rows)
+        outputs = None  # of a loss that has no family they may be anything
+        if family_of(spec.loss) is not None:
+            outputs = points.outputs(points.start()[None], rows)
         self.family = _family(spec, outputs)
         k = 1 if outputs is None or self.family is LOSS else outputs.shape[2]
         self.targets = self._targets(rows, k)
