@@ -97,7 +97,7 @@ def test_the_verdict_is_on_the_mean_and_so_in_record_and_page_and_after_resuming
         for end in (plain.record.end, *single)
     ]
     assert found.measures["loss"].difference == pytest.approx(np.mean(each))
-    constants = [end.constant for end in (plain.record.end, *single)]
+    constants = [float(end.constant or 0) for end in (plain.record.end, *single)]
     assert run.record.end.constant == pytest.approx(np.mean(constants))
     wanted = np.std(each, ddof=1) * np.sqrt(1 / 3 + 20 / (12 + 20))
     assert found.measures["loss"].error == pytest.approx(wanted)
