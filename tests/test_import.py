@@ -66,6 +66,20 @@ def test_what_the_help_says_of_a_command_is_what_the_command_says_first() -> Non
         assert (_command(name).help or "").partition("\n\n")[0].strip() == words, name
 
 
+def test_training_waits_for_no_package_of_which_it_needs_one_function() -> None:
+    shown = "print([name for name in ('scipy.stats', 'torch._dynamo') if name in sys.modules])"
+    code = f"import sys, coterie; coterie.train; {shown}"
+    source = str(Path(coterie.__file__).parents[1])
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": source},
+    )
+    assert process.stdout.strip() == "[]"
+
+
 def test_names_that_are_not_there_are_attribute_errors_and_packages_are() -> None:
     with pytest.raises(AttributeError, match="module 'coterie' has no attribute 'trian'"):
         coterie.trian  # noqa: B018

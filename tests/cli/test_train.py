@@ -296,8 +296,8 @@ def test_weights_by_name_and_a_model_of_ones_own(
             "a method has rounds of its own: leave `--exchange-every`",
         ),
         (
-            ["--rule", "fedavg", "--me", "all"],
-            "`--me all` trains each user by a rule, which 'fedavg' is not",
+            ["--rule", "fedavg", "--me", "all", "--engine", "torch"],
+            "'fedavg' is a method, which `--me all` takes in one process",
         ),
         (["--rule", "fedbn"], "BatchNorm"),
         (["--metric", "magic"], "unknown metric 'magic'; the metrics are accuracy"),

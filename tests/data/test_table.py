@@ -264,15 +264,6 @@ def test_bad_tables_are_named_with_the_remedy(
         assert word in str(caught.value)
 
 
-def test_user_0_with_one_class_is_refused() -> None:
-    frame = visits()
-    frame.loc[frame["ward"] == "a", "ill"] = "no"
-    with pytest.raises(DataError, match="one class only \\('no'\\)"):
-        from_table(frame, **COLUMNS)
-    with pytest.raises(DataError, match="one class only \\(0\\)"):
-        from_table(frame.assign(ill=(frame["ill"] == "yes").astype(int)), **COLUMNS)
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [

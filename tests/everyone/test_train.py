@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.errors import DataError
 from coterie.everyone.folders import POOLED, folder_names
-from coterie.tables.everyone import FILE
+from coterie.reporting.verdict import with_error
+from coterie.tables.predict import FILE
 
 RULES: dict[str, Any] = {"wga": coterie.WeightedAveraging(0.5), "default": None}
 
@@ -116,6 +117,40 @@ def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
     assert runs.pooled is not None
     assert f"loss {runs.pooled.test['loss']:.4g}" in page
     assert page.count('<td class="own">') == len(runs.runs)
+
+
+def test_the_page_says_why_not_one_model_for_all_and_chance_stands_below(tmp_path: Path) -> None:
+    users = everyone()
+    runs = coterie.train_everyone(network(), cross_entropy, users, RULES["wga"], steps=6)
+    assert runs.pooled is not None
+    changes = []
+    for user in users:
+        assert user.test is not None
+        inputs, targets = user.test.take(torch.arange(len(user.test)))
+        with torch.no_grad():
+            own, pooled = (
+                cross_entropy(model(inputs), targets, reduction="none")
+                for model in (runs.models[user.name], runs.pooled.model)
+            )
+        changes.append(own - pooled)
+    told = [gain.beside_pooled for gain in runs.gains]
+    assert [one.difference for one in told if one] == pytest.approx(
+        [float(c.mean()) for c in changes]
+    )
+    errors = [float(c.std()) / len(c) ** 0.5 for c in changes]
+    mean = with_error(
+        float(torch.stack(changes).mean()), sum(e**2 for e in errors) ** 0.5 / len(errors)
+    )
+    sentence = f"one pooled model for all: loss {mean} in the mean of 4 users"
+    assert sentence in runs.summary()
+    page = runs.report(tmp_path / "index.html").read_text(encoding="utf-8")
+    first, _, rest = page.partition("Who gains")
+    assert sentence in first
+    assert "by chance" not in first.lower()
+    assert "Why not one model for all?" in rest
+    seconds = {run.record.end.seconds for run in runs.runs.values()}
+    assert len(seconds) == 1  # of the one program that took all
+    assert f">{seconds.pop():.3g} s<" in first
 
 
 def test_one_whose_examples_are_not_like_those_of_most_is_left_out() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import numpy as np
 import pytest
 from tests.support.records import configuration
@@ -9,6 +12,7 @@ from tests.support.records import configuration
 from coterie.errors import KnobError
 from coterie.recording import Point, Record
 from coterie.reporting import figures
+from coterie.reporting.charts import Interval, interval_chart
 
 
 def test_every_figure_says_what_it_shows() -> None:
@@ -16,6 +20,15 @@ def test_every_figure_says_what_it_shows() -> None:
     assert speedup.get_title() == "Speedup of weighted averaging over training alone"
     compared = figures.differences({"digits": {"wga": (0.05, 0.01)}}, "honest", "accuracy").axes[0]
     assert compared.get_xlabel() == "difference to Alone, accuracy, ± 2 standard errors"
+
+
+def test_a_line_that_nothing_can_end_goes_over_the_whole_axis() -> None:
+    endless = Interval("few splits", 3.0, 0.5, "", reach=(-math.inf, math.inf))
+    chart = interval_chart([endless], "differences")
+    left, width = map(
+        float, re.findall(r'class="reach" style="left:([\d.]+)%;width:([\d.]+)%', chart)[0]
+    )
+    assert (left, width) == (0, 100)  # two standard errors would leave out zero
 
 
 def test_curves_are_those_of_the_record() -> None:

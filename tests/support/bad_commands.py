@@ -111,7 +111,7 @@ OPTIONS: dict[str, list[str]] = {
     "repeats of training alone": ["--repeats", "2", "--rule", "alone"],
     "exchanges of training alone": ["--exchange-every", "2", "--rule", "alone"],
     "repeats elsewhere": ["--repeats", "2", "--engine", "torch"],
-    "repeats for all": ["--repeats", "2", "--me", "all"],
+    "repeats of nothing to compare": ["--repeats", "2", "--me", "all", "--rule", "alone"],
     "a metric of numbers": ["--metric", "rmse"],
     "a metric of one logit": ["--metric", "binary-accuracy", "--target", "dose"],
     "a metric of classes": ["--metric", "auc", "--target", "dose"],

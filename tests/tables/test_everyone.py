@@ -25,8 +25,7 @@ from coterie.errors import DataError, FileError
 from coterie.everyone.folders import folder_names
 from coterie.recording import files
 from coterie.recording.record import Record
-from coterie.tables.everyone import FILE
-from coterie.tables.predict import predict
+from coterie.tables.predict import FILE, predict
 
 RUNNER = CliRunner()
 SLOW = pytest.mark.skipif(

@@ -54,6 +54,32 @@ def test_a_rare_class_is_led_with_by_measures_that_see_it(tmp_path: Path) -> Non
     assert judged["constant"]["average-precision"] == pytest.approx(rate)
 
 
+def test_a_site_with_five_rows_of_one_class_gets_a_model_that_sees_the_rare_class(
+    tmp_path: Path,
+) -> None:
+    table = visits(600, rare=1.5)
+    small = table[(table["ward"] == "a") & (table["ill"] == "no")][:5]
+    pd.concat([table[table["ward"] != "a"], small]).to_csv(tmp_path / "t.csv", index=False)
+    columns = ["--data", str(tmp_path / "t.csv"), "--user-column", "ward", "--target", "ill"]
+    columns += ["--model", "linear"]
+    new = pd.DataFrame({"ward": ["a"] * 2, "x": [0.0, 3.0], "y": [0.0] * 2, "z": [0.0] * 2})
+    new.to_csv(tmp_path / "new.csv", index=False)
+    for me in ("a", "all"):
+        out = tmp_path / me
+        done = CliRunner().invoke(app, ["train", *columns, "--me", me, "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert "100%" not in done.output  # one class is no imbalance
+        assert "nan" not in done.output
+        told = CliRunner().invoke(app, ["predict", str(out), str(tmp_path / "new.csv")])
+        rare = [float(row.split(",")[2]) for row in told.stdout.splitlines()[1:3]]
+        assert rare[1] > rare[0] + 0.05, told.output  # what the peers know of x
+    page = (tmp_path / "all" / "index.html").read_text(encoding="utf-8")
+    assert "left out" not in page
+    steps = ["--rule", "wga", "--out", str(tmp_path / "steps")]
+    done = CliRunner().invoke(app, ["train", *columns, "--me", "a", *steps])
+    assert "user 'a' has examples of one class only (0)" in done.output
+
+
 def test_balanced_weights_let_the_rare_class_be_found(tmp_path: Path) -> None:
     _, plain = trained(tmp_path, "--rule", "alone", "--steps", "200")
     again = tmp_path / "balanced"

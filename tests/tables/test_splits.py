@@ -20,7 +20,8 @@ from coterie.recording.configuration import Configuration, UserSummary
 from coterie.recording.record import Record
 from coterie.recording.result import Difference, End, GuardDecision
 from coterie.reporting.verdict import judged, verdict
-from coterie.tables.fit import FOLDER, Split, fit, over_splits
+from coterie.tables.fit import fit
+from coterie.tables.splits import FOLDER, Split, over_splits
 
 COLUMNS: dict[str, Any] = {"user_column": "who", "target": "y", "me": "a", "own_examples": 12}
 
@@ -184,3 +185,28 @@ def test_repeats_on_the_command_line(tmp_path: Path, rule: str) -> None:
     assert len(others) == 2
     assert end.seconds > sum(other.seconds for other in others)  # of all three
     assert result.stderr.count("'patient' looks like an id") == 1  # not once for each split
+
+
+@pytest.mark.parametrize("rule", ["wga", "fedavg"])
+def test_repeats_and_methods_for_everybody(tmp_path: Path, rule: str) -> None:
+    visits(120).to_csv(tmp_path / "visits.csv", index=False)
+    named = ["--user-column", "who", "--target", "y", "--me", "all", "--steps", "4"]
+    command = ["train", "--data", str(tmp_path / "visits.csv"), *named, "--rule", rule]
+    out = tmp_path / "run"
+    result = CliRunner().invoke(app, [*command, "--out", str(out), "--repeats", "3"])
+    assert result.exit_code == 0, result.output
+    index = (out / "index.html").read_text(encoding="utf-8")
+    for name in "abc":
+        end = Record.load(out / name / "record.jsonl").end
+        folders = [out / "splits" / f"{k:02d}" / name for k in (2, 3)]
+        others = [Record.load(folder / "record.jsonl").end for folder in folders]
+        assert not any(other.comparison and other.comparison.splits for other in others)
+        assert end.comparison is not None
+        assert (end.comparison.splits, end.seconds > sum(o.seconds for o in others)) == (3, True)
+        assert "on 3 random splits" in end.verdict
+        assert end.verdict.replace("'", "&#39;") in index
+        assert "The splits, against training alone" in (out / name / "index.html").read_text(
+            "utf-8"
+        )
+    result = CliRunner().invoke(app, ["predict", str(out), str(tmp_path / "visits.csv")])
+    assert set(result.stdout.split()[1].split(",")) > {"a"}, result.output

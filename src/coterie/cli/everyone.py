@@ -1,16 +1,18 @@
 """`coterie train --me all`: a model for each user of a table."""
 
+import functools
 import math
 
 import typer
 
 from coterie.cli import terminal
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
-from coterie.cli.terminal import rich_table, to_apply
+from coterie.cli.terminal import quietly, rich_table, to_apply
 from coterie.data import users_from_table
 from coterie.data.reading import rank_file, users_in
 from coterie.engines.processes.rendezvous import Address
 from coterie.errors import DataError, KnobError, few_of
+from coterie.everyone.gains import beside_pooled
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
 from coterie.reporting.run_page import HEADLINES
@@ -37,27 +39,27 @@ def for_everyone(
     everyone = ALL not in users_in(data, table.user_column, table)
     if everyone and where.attack:
         raise KnobError("`--attack` is for the peers of one user; name one in `--me`")
+    if everyone and rule.is_method and where.engine != "in-process":
+        raise KnobError(
+            f"{rule.rule!r} is a method, which `--me all` takes in one process; leave out `--engine`"
+        )
     if everyone and rule.tau:
         raise KnobError("`--tau` weighs the peers of one user; leave it out, or name one in `--me`")
-    if everyone and how.repeats > 1:
-        raise KnobError("`--repeats` is for one user; leave it out, or name one in `--me`")
-    if everyone and rule.is_method:
-        raise KnobError(
-            f"`--me all` trains each user by a rule, which {rule.rule!r} is not; name one user in"
-            " `--me`"
-        )
     return everyone
 
 
 def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
     """Train a model for each user of the table, and say who gains."""
-    from coterie.tables.everyone import fit_everyone
+    from coterie.tables.fit import fit_everyone
 
     columns = {name: value for name, value in table.settings().items() if name != "me"}
-    users, console = users_from_table(seed=how.seed, **columns), terminal.console()
-    settings = how.settings()
+    split = functools.partial(users_from_table, **columns)
+    console, settings = terminal.console(), {**how.settings(), "user_column": table.user_column}
+    settings["again"] = [
+        functools.partial(quietly, split, seed=how.seed + k) for k in range(1, how.repeats)
+    ]
     try:
-        runs = fit_everyone(users, rule.build, user_column=table.user_column, **settings)
+        runs = fit_everyone(split(seed=how.seed), rule.build, **settings)
     except KeyboardInterrupt:  # pressed twice
         runs = None
     if runs is None:
@@ -66,9 +68,9 @@ def train_all(table: TableOptions, rule: RuleOptions, how: FitOptions) -> None:
         )
         raise typer.Exit(130)
     console.print(runs.summary().splitlines()[0], highlight=False)
-    for line in map(str, runs.overall):
+    for line in filter(None, [*map(str, runs.overall), beside_pooled(runs.gains)]):
         console.print(line, highlight=False)
-    console.print(rich_table(f"{table.target}, {users.preparation.kind}", _rows(runs)))
+    console.print(rich_table(table.target, _rows(runs)))
     console.print(f"The page of all, which leads to everybody's own: {how.out / 'index.html'}")
     console.print(f"Everybody's model, preparation, record and page, in a folder each: {how.out}")
     console.print(f"To apply them: {to_apply(how.out, how.model)}", soft_wrap=True)

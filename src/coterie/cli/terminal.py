@@ -3,11 +3,12 @@
 Tables and progress in the terminal, and the record of a run that is named.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.errors import DataError
 from coterie.recording.record import Record
@@ -15,6 +16,8 @@ from coterie.recording.record import Record
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+Made = TypeVar("Made")
 
 
 def console(*, errors: bool = False) -> "Console":
@@ -72,6 +75,13 @@ def to_apply(folder: Path, model: str) -> str:
     return f"coterie predict {quote(str(folder))} FILE" + (
         f" --model {quote(model)}" if ":" in model else ""
     )
+
+
+def quietly(make: Callable[..., Made], **arguments: Any) -> Made:
+    """Return what a function makes, without its warnings: what is told of a table is told once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(**arguments)
 
 
 @contextmanager

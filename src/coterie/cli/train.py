@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -13,7 +12,7 @@ from coterie.cli import terminal
 from coterie.cli.everyone import ALL, for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
-from coterie.cli.terminal import rich_table, to_apply
+from coterie.cli.terminal import quietly, rich_table, to_apply
 from coterie.data import TableTask, from_table
 from coterie.engines.processes.processes import Processes
 from coterie.engines.processes.rendezvous import Rendezvous
@@ -60,9 +59,9 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         )
     everyone = for_everyone(table, rule, how, where)
     table, rule, how = _in_closed_form(table, rule, how, where)
+    _check_repeats(rule, how, where)
     if everyone and where.engine == "in-process":
         return train_all(table, rule, how)
-    _check_repeats(rule, how, where)
     users = _users(table, how, where, everyone=everyone)
     if users is None:
         return None
@@ -184,9 +183,7 @@ def _split_again(
     table: TableOptions, rule: RuleOptions, how: FitOptions, k: int
 ) -> tuple[TableTask, Any]:
     """Return the task with user 0's rows split in another way, and the rule for it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is told of a table is told once
-        task = from_table(seed=how.seed + k, **table.settings())
+    task = quietly(from_table, seed=how.seed + k, **table.settings())
     return task, rule.build(
         RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps)
     )

@@ -282,7 +282,8 @@ def split_rows(
         has = f"{whose} has {len(own)} row{'' if len(own) == 1 else 's'}"
         if len(own) < (least := 2 + sum(map(bool, sizes))):
             raise DataError(
-                f"{has}, but {least} are needed: 2 for training, the others held out; add rows"
+                f"{has}, but {least} are needed: 2 for training, the others held out; add rows, or"
+                " take the pooled model of `--me all`"
             )
         remedy = (
             f"ask for 2 to {left}, or hold out less" if left >= 2 else "2 are needed, hold out less"
@@ -293,13 +294,7 @@ def split_rows(
     cut = partial(_cut, by_class=target if kind == "classification" else None, seed=seed)
     tested, rest = cut(own, sizes[1])
     held_out, rest = cut(rest, sizes[0])
-    training = rest if wanted == len(rest) else cut(rest, wanted)[0]
-    if kind == "classification" and training[target].nunique() < 2:
-        raise DataError(
-            f"{whose}'s training rows have one class only ({training[target].tolist()[0]!r}); "
-            "take more of its rows, or another user"
-        )
-    return [training, held_out, tested]
+    return [rest if wanted == len(rest) else cut(rest, wanted)[0], held_out, tested]
 
 
 def _cut(

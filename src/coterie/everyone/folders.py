@@ -46,7 +46,7 @@ def folder_names(names: Sequence[str]) -> dict[str, str]:
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 """Names of devices on Windows, with any ending."""
 
-_OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html", "everyone.json"})
+_OTHERS = frozenset({POOLED, "checkpoints", "lock", "index.html", "everyone.json", "splits"})
 """What else stands in the folder of everyone."""
 
 

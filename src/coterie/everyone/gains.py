@@ -30,6 +30,8 @@ class Gain:
     verdict: Verdict
     # the chosen metric and the loss; no difference where Alone is served
     measures: Mapping[str, Difference]
+    # the loss on test examples beside that of the pooled model ("alone" in it), where there is one
+    beside_pooled: Difference | None = None
 
     def told(self) -> dict[str, str]:
         """Return the differences with their standard errors.
@@ -57,9 +59,8 @@ class Overall:
     def __str__(self) -> str:
         (name, value), (other, alone) = self.worst, self.worst_alone
         return (
-            f"{self.measure} against alone: {with_error(self.mean, self.error)} in the mean of"
-            f" {self.users} users (one standard error); the worst-off is {name} with {value:.4g},"
-            f" alone it would be {other} with {alone:.4g}"
+            f"{self.measure} against alone: {mean_in_words(self.mean, self.error, self.users)}; the"
+            f" worst-off is {name} with {value:.4g}, alone it would be {other} with {alone:.4g}"
         )
 
 
@@ -91,12 +92,13 @@ def overall(gains: Sequence[Gain]) -> list[Overall]:
         each = {gain.name: gain.measures[key] for gain in compared if key in gain.measures}
         less = any(one.less_is_better for one in each.values())
         worst = max if less else min
+        mean, error = mean_of(list(each.values()))
         totals.append(
             Overall(
                 measure=key,
                 users=len(each),
-                mean=sum(one.difference for one in each.values()) / len(each),
-                error=math.sqrt(sum(one.error**2 for one in each.values())) / len(each),
+                mean=mean,
+                error=error,
                 worst=worst(
                     ((name, one.ours) for name, one in each.items()), key=lambda pair: pair[1]
                 ),
@@ -113,6 +115,30 @@ def counted(gains: Sequence[Gain]) -> str:
     counts = Counter[str](gain.verdict.finding for gain in gains)
     parts = [f"{counts[finding]} {words}" for finding, words in COUNTED.items() if counts[finding]]
     return f"Of {len(gains)} users: {', '.join(parts)}."
+
+
+def beside_pooled(gains: Sequence[Gain]) -> str:
+    """Say whether a model of its own for each is better than one for all; "" where that is not known."""
+    each = [gain.beside_pooled for gain in gains if gain.beside_pooled is not None]
+    if not each:
+        return ""
+    mean, error = mean_of(each)
+    clear = abs(mean) > 2 * error
+    which = ("better" if mean < 0 else "worse") if clear else "not clearly better or worse"
+    return f"A model for each is {which} than one pooled model for all: loss {mean_in_words(mean, error, len(each))}."
+
+
+def mean_in_words(mean: float, error: float, users: int) -> str:
+    """Return a mean over users with its error, where that is known."""
+    what = " (one standard error)" if math.isfinite(error) else ""
+    return f"{with_error(mean, error)} in the mean of {users} user{'' if users == 1 else 's'}{what}"
+
+
+def mean_of(each: Sequence[Difference]) -> tuple[float, float]:
+    """Return the mean of users' differences, and its standard error for these very users."""
+    n = len(each)
+    mean = sum(one.difference for one in each) / n
+    return mean, math.sqrt(sum(one.error**2 for one in each)) / n
 
 
 def by_chance(gains: Sequence[Gain]) -> str:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from coterie.errors import few_of
-from coterie.everyone.gains import Gain, by_chance, counted, overall
+from coterie.everyone.gains import Gain, beside_pooled, by_chance, counted, overall
 from coterie.everyone.runs import Runs
+from coterie.recording.record import Record
 from coterie.reporting.charts import interval_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import HEADLINES, interval
-from coterie.reporting.verdict import with_error
+from coterie.reporting.summary import length_of
+from coterie.reporting.verdict import difference, with_error
 from coterie.reporting.whom import weighs
 from coterie.training.run import Run
 
@@ -31,6 +33,7 @@ def write_everyone_page(path: Path, all_runs: Runs, pages: Mapping[str, str] | N
     runs, gains = all_runs.runs, all_runs.gains
     sections = [
         _gains(gains),
+        *_beside_pooled(gains, runs),
         Section(
             "Who listens to whom",
             [
@@ -58,26 +61,34 @@ def _lead(gains: list[Gain], runs: Mapping[str, Run]) -> Lead:
         )
         for one in totals
     ]
-    seconds = sum(run.record.end.seconds for run in runs.values())
-    tiles.append(
-        Tile(
-            "it took",
-            f"{seconds:.3g} s",
-            f"{max(run.step for run in runs.values()):,} steps for each",
-        )
-    )
+    records = [run.record for run in runs.values()]
+    # each that was taken in one program has the seconds of all of it
+    together = {each.end.seconds for each in records if _is_together(each)}
+    by_itself = [each.end.seconds for each in records if not _is_together(each)]
+    seconds = max(together, default=0.0) + sum(by_itself)
+    lengths = " or ".join(dict.fromkeys(length_of(run.record) for run in runs.values()))
+    tiles.append(Tile("it took", f"{seconds:.3g} s", f"{lengths} for each"))
     findings = {gain.verdict.finding for gain in gains}
     finding = "better" if "better" in findings and not findings & {"worse", "mixed"} else ""
-    evidence = by_chance(gains)
     return Lead(
-        counted(gains), advice=_advice(gains), evidence=evidence, finding=finding, tiles=tiles
+        counted(gains),
+        advice=_advice(gains),
+        evidence=beside_pooled(gains),
+        finding=finding,
+        tiles=tiles,
     )
+
+
+def _is_together(record: Record) -> bool:
+    return record.configuration.runs.startswith("one program of")
 
 
 def _advice(gains: Sequence[Gain]) -> str:
     """Return what to do, in one sentence."""
     if bad := [gain.name for gain in gains if gain.verdict.finding == "worse"]:
         return f"Give everybody their model, but train alone for {few_of(bad)}."
+    if beside_pooled(gains).startswith("A model for each is worse"):
+        return "Give everybody the pooled model: it has the lower loss in the mean."
     if any(gain.verdict.finding in ("better", "mixed") for gain in gains):
         return "Give everybody their model."
     return "Nobody clearly gains: training alone would do as well."
@@ -96,7 +107,7 @@ def _gains(gains: list[Gain]) -> Section:
         return Section("Who gains", [f"{why}: there is no difference to show."])
     text = [
         "Differences to a model trained alone, on each user's held-out examples. A difference is"
-        " clear where its line leaves out the mark; right of it is better."
+        f" clear where its line leaves out the mark; right of it is better. {by_chance(gains)}"
     ]
     if alone := [gain.name for gain in gains if gain.verdict.finding == "alone"]:
         text.append(f"Served a model trained alone: {', '.join(alone)}.")
@@ -118,6 +129,24 @@ def _gains(gains: list[Gain]) -> Section:
             + interval_chart(ordered, f"difference of {key} to training alone")
         )
     return Section("Who gains", text, charts=charts)
+
+
+def _beside_pooled(gains: Sequence[Gain], runs: Mapping[str, Run]) -> list[Section]:
+    """Return everybody's loss beside that of one model for all."""
+    each = {gain.name: one for gain in gains if (one := gain.beside_pooled) is not None}
+    rows = []
+    for name, one in each.items():
+        board = runs[name].record.end.account.get("leaderboard", {})
+        row = {"user": name, "own model": f"{one.ours:.4g}", "pooled model": f"{one.alone:.4g}"}
+        if "test" in (column := board.get("pooled, user as a column", {})):
+            row["pooled, user as a column"] = f"{column['test']:.4g}"
+        rows.append(row | {"own less pooled": difference(one)})
+    rows = [{key: row.get(key, "") for key in max(rows, key=len)} for row in rows]
+    text = [
+        "Loss on each user's test examples, of its model and of one that was trained on"
+        " everybody's training examples alike. The pooled model also serves users who are not here."
+    ]
+    return [Section("Why not one model for all?", text, [rows])] if rows else []
 
 
 def _unweighed(runs: Mapping[str, Run]) -> str:

@@ -1,14 +1,25 @@
 """What `train_everyone` gives: everybody's run, who listens to whom, and who gains."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from coterie.everyone.gains import Gain, Overall, by_chance, counted, gain_of, overall
+from coterie.evaluation.comparing import compare
+from coterie.everyone.gains import (
+    Gain,
+    Overall,
+    beside_pooled,
+    by_chance,
+    counted,
+    gain_of,
+    overall,
+)
 from coterie.learners.spec import RunSpec
+from coterie.recording.result import Difference
 from coterie.reporting.whom import heard
 from coterie.training.run import Run, Stopped
 from coterie.users.user import User
@@ -60,10 +71,21 @@ class Runs:
             rows.append([shares.get(name, 0.0) for name in names])
         return pd.DataFrame(rows, index=names, columns=names)
 
-    @property
+    @cached_property
     def gains(self) -> list[Gain]:
-        """What each user has of the others."""
-        return [gain_of(name, run) for name, run in self.runs.items()]
+        """What each user has of the others, and of a model of its own beside the pooled one."""
+        specs = {spec.me.name: spec for spec in self.specs}
+        return [
+            replace(gain_of(name, run), beside_pooled=self._beside_pooled(run, specs.get(name)))
+            for name, run in self.runs.items()
+        ]
+
+    def _beside_pooled(self, run: Run, spec: RunSpec | None) -> Difference | None:
+        """Return the loss of a user's model beside the pooled model's, on its test examples."""
+        if self.pooled is None or spec is None or spec.me.test is None or self.pooled.stopped:
+            return None
+        models = run.model, self.pooled.model
+        return compare(*models, spec.loss, spec.me.test, {}, on="test examples").measures["loss"]
 
     @property
     def overall(self) -> list[Overall]:
@@ -74,7 +96,7 @@ class Runs:
         """Return in a few lines who gains and who does not, the mean over users, and the worst-off user."""
         gains = self.gains
         lines = [counted(gains), *map(str, self.overall)]
-        lines += [line for line in (by_chance(gains),) if line]
+        lines += [line for line in (by_chance(gains), beside_pooled(gains)) if line]
         lines += [f"{gain.name}: {gain.verdict.sentence}" for gain in gains]
         lines += [
             f"{name} joined later and began from {whose}" for name, whose in self.began_from.items()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from coterie.arguments import COUNT
 from coterie.mixture.candidates import FOLDS
@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
     @property
     def interval(self) -> tuple[float, float]:
         """Where it lies with 95 %, by Student's distribution."""
-        half = float(stats.t.ppf(0.975, max(1, self.rows - 1))) * self.error
+        half = float(stdtrit(max(1, self.rows - 1), 0.975)) * self.error
         return self.value - half, self.value + half
 
 

@@ -8,7 +8,7 @@ its number.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "4 2", "1 4")
@@ -41,8 +41,11 @@ class Interval:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The interval that was given, else two standard errors to either side, where they are known."""
-        if self.reach is not None and all(map(math.isfinite, self.reach)):
+        """The interval that was given, else two standard errors to either side, where they are known.
+
+        One that is given may be without end: the line then leaves the axis.
+        """
+        if self.reach is not None:
             return self.reach
         reach = 2 * self.error if math.isfinite(self.error) else 0.0
         return self.value - reach, self.value + reach
@@ -99,7 +102,9 @@ def interval_chart(intervals: Sequence[Interval], label: str) -> str:
         >>> chart.count("<i "), chart.count("+1 ± 0.5")
         (2, 1)
     """
-    ends = [0.0, *(end for one in intervals for end in one.ends)]
+    ends = [0.0, *(one.value for one in intervals)]
+    for one in intervals:
+        ends += [end for end in (*one.ends, *replace(one, reach=None).ends) if math.isfinite(end)]
     low, high = min(ends), max(ends)
     pad = 0.06 * (high - low) or 1.0
     low, high = low - pad, high + pad

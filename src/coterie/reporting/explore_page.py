@@ -11,6 +11,7 @@ from coterie.recording.record import Record
 from coterie.reporting.charts import Points, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, write_page
 from coterie.reporting.run_page import HEADLINES, interval
+from coterie.reporting.summary import length_of
 from coterie.reporting.verdict import verdict
 from coterie.reporting.whom import whom_section
 
@@ -63,7 +64,7 @@ def _row(name: str, record: Record) -> dict[str, Any]:
         "user": configuration.me.name,
         "rule": configuration.rule,
         "numbers": f"{which}: {numbers}" if measures else "–",
-        "length": f"{end.step:,} {configuration.counts}",
+        "length": length_of(record),
         "seconds": f"{end.seconds:.3g}",
         "peers' gradients": f"{end.gradients_of_others(configuration.me.name):,}",
     }

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from coterie.arguments import settings_of
-from coterie.recording.configuration import Configuration, StepSettings
+from coterie.recording.configuration import StepSettings
 from coterie.recording.record import Record
 from coterie.recording.result import Comparison, Difference, End
 from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.phrases import cells, note, numbers, sure_speedup
-from coterie.reporting.summary import beside_alone, leaderboard, summary
+from coterie.reporting.summary import beside_alone, leaderboard, length_of, shown, summary
 from coterie.reporting.verdict import Finding, Verdict, difference, verdict
 from coterie.reporting.verdict import interval as ends_of
 from coterie.reporting.whom import whom_section
@@ -236,7 +236,7 @@ def lead(record: Record) -> Lead:
     The numbers stand below, and the sentence with all its evidence in small print.
     """
     said, name = verdict(record.configuration, record.end), record.configuration.me.name
-    tiles = [*_measured(said, record.end), _cost(record.configuration, record.end)]
+    tiles = [*_measured(said, record.end), _cost(record)]
     cut = said.sentence.find(": ", said.sentence.find(name) + len(name))  # in no user's name
     claim, evidence = said.sentence, ""
     if cut > 0:
@@ -255,26 +255,25 @@ def _measured(said: Verdict, end: End) -> list[Tile]:
             Tile(
                 f"{name}, against alone",
                 difference(one),
-                f"{one.ours:.4g} served, {one.alone:.4g} alone",
+                f"{shown(one.ours)} served, {shown(one.alone)} alone",
             )
             for name, one in said.measures.items()
         ]
     which, measures = end.judged_on
     return [
-        Tile(f"{which} {name}", f"{value:.4g}", "of the model served")
+        Tile(f"{which} {name}", shown(value), "of the model served")
         for name, value in measures.items()
     ][:2]
 
 
-def _cost(configuration: Configuration, end: End) -> Tile:
+def _cost(record: Record) -> Tile:
     """Return what the run cost: time, gradients, and what travelled."""
-    me = configuration.me.name
+    me, end = record.configuration.me.name, record.end
     own = end.costs[me].gradients if me in end.costs else 0
     of_peers = end.gradients_of_others(me)
     sent = end.traffic[me].bytes_sent + end.traffic[me].bytes_received if me in end.traffic else 0
     travelled = f", {sent / 1e6:.3g} MB" if sent else ""
-    length = configuration.counts.removesuffix("s") if end.step == 1 else configuration.counts
-    note = f"{end.step:,} {length}; {own:,} own gradients, {of_peers:,} of peers{travelled}"
+    note = f"{length_of(record)}; {own:,} own gradients, {of_peers:,} of peers{travelled}"
     return Tile("it took", f"{end.seconds:.3g} s", note)
 
 

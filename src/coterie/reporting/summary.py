@@ -1,5 +1,6 @@
 """A run in a few lines of text, from its record."""
 
+import math
 from collections.abc import Mapping
 
 from coterie.recording.configuration import counted
@@ -15,11 +16,11 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
     configuration, end = record.configuration, record.end
     peers = counted(len(configuration.peers), "peer")
-    length = (
-        f"{counted(end.step, configuration.counts.removesuffix('s'))} of {configuration.optimizer}"
-    )
-    if (exchanges := end.account.get("exchanges")) is not None:  # no optimizer took a step
-        length = f"in closed form by {counted(exchanges, 'exchange')}" if exchanges else "no steps"
+    length = length_of(record)
+    if "exchanges" not in end.account:
+        length += f" of {configuration.optimizer}"
+    elif end.account["exchanges"]:
+        length = f"in closed form by {length}"
     lines = [
         verdict(configuration, end).sentence,
         f"{configuration.rule}, {peers}, {length}",
@@ -53,6 +54,14 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     return lines + end.shown()
 
 
+def length_of(record: Record) -> str:
+    """Say how long a run was: in steps, in rounds, or in exchanges where no optimizer took a step."""
+    exchanges = record.end.account.get("exchanges")
+    if exchanges is None:
+        return counted(record.end.step, record.configuration.counts.removesuffix("s"))
+    return counted(exchanges, "exchange") if exchanges else "no steps"
+
+
 def beside_alone(record: Record) -> list[dict[str, str]]:
     """Return a row for each number of the model served, with that of the model trained alone where there is one."""
     comparison, end = record.end.comparison, record.end
@@ -60,14 +69,19 @@ def beside_alone(record: Record) -> list[dict[str, str]]:
         return [
             {
                 "": name,
-                "served": f"{one.ours:.4g}",
-                "alone": f"{one.alone:.4g}",
+                "served": shown(one.ours),
+                "alone": shown(one.alone),
                 "difference": difference(one),
             }
             for name, one in comparison.measures.items()
         ]
     which, measures = end.judged_on
-    return [{"": f"{which} {name}", "served": f"{value:.4g}"} for name, value in measures.items()]
+    return [{"": f"{which} {name}", "served": shown(value)} for name, value in measures.items()]
+
+
+def shown(value: float) -> str:
+    """Return a number in four digits, or a dash for what cannot be computed, of a class that is missing."""
+    return "–" if math.isnan(value) else f"{value:.4g}"
 
 
 def leaderboard(end: End) -> list[dict[str, str]]:
@@ -167,4 +181,4 @@ def _traffic(me: str, traffic: Mapping[str, Traffic]) -> list[str]:
 
 
 def _numbers(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    return ", ".join(f"{name} {shown(value)}" for name, value in values.items())

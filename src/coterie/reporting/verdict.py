@@ -244,7 +244,7 @@ def difference(one: Difference) -> str:
 def with_error(value: float, error: float) -> str:
     """Return a value with its sign and its standard error, to two digits of the error.
 
-    Alone where none is known.
+    Alone where none is known; a dash for what cannot be computed.
 
     Example:
         >>> with_error(-0.07154, 0.0384), with_error(1234.5, 321.0), with_error(0.0, 0.0), with_error(0.5, math.nan)
@@ -254,6 +254,8 @@ def with_error(value: float, error: float) -> str:
         >>> with_error(3616538624.0, 18609725676.0)
         '+3.62e+09 ± 1.9e+10'
     """
+    if math.isnan(value):
+        return "–"
     if not math.isfinite(error):
         return f"{value:+.3g}"
     if not 1e-6 <= error < 1e6:  # too many digits

@@ -1,28 +1,29 @@
-"""From a table to a personal model in a folder."""
+"""From a table to a personal model in a folder, or to one for each of its users, in a folder each."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
 
 from coterie.arguments import SEED
 from coterie.choosing.measuring import before_training
-from coterie.data import TableTask, from_table
-from coterie.errors import FileError, KnobError
-from coterie.evaluation.metrics import less_is_better
+from coterie.data import Preparation, TableTask, TableUsers, from_table
+from coterie.errors import DataError, FileError, KnobError
+from coterie.everyone.folders import POOLED, folder_names
+from coterie.everyone.page import write_everyone_page
+from coterie.everyone.runs import Runs
+from coterie.everyone.train import train_everyone
 from coterie.learners.spec import RunSpec
+from coterie.recording import files
 from coterie.recording.claim import claimed
-from coterie.recording.result import Comparison, Difference
-from coterie.reporting.page import Section
-from coterie.reporting.verdict import asks_nobody, difference, serves_alone, verdict
+from coterie.registry import RunFacts
 from coterie.tables import models
 from coterie.tables.calibration import save_calibration
-from coterie.tables.everyone import is_everyone
 from coterie.tables.models import save_model
+from coterie.tables.predict import FILE, SERVED_BY, is_everyone
 from coterie.tables.report import (
     class_shares,
     left_out_section,
@@ -30,125 +31,15 @@ from coterie.tables.report import (
     warn_of_imbalance,
     write_report,
 )
+from coterie.tables.splits import FOLDER, Split, judge_over_splits
 from coterie.theory.estimates import Estimates
 from coterie.training.algorithm import Followed
 from coterie.training.run import Run, Stopped
 from coterie.training.train import train
 from coterie.users.sampling import one_thread
 
-FOLDER = "splits"
-"""Holds the runs of the splits after the first, each with its record."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """What came of one split.
-
-    Every measure of the model served beside that of the model trained alone.
-    """
-
-    served: str  # "alone", or "with peers"
-    measures: Mapping[str, Difference]
-    seconds: float = 0.0  # that its run took
-    constant: float | None = None  # the loss of a constant on its test rows, where it is known
-
-    @classmethod
-    def of(cls, run: Run) -> "Split":
-        """Return what came of a run; where Alone is served the two are the same."""
-        end = run.record.end
-        if end.comparison is not None and not end.comparison.splits:
-            return cls("with peers", end.comparison.measures, end.seconds, end.constant)
-        if not serves_alone(end) and not asks_nobody(run.record.configuration):
-            remedy = "leave out `--no-guard`, or `--repeats`"
-            raise KnobError(
-                "`--repeats` compares with a model trained alone, but there is none beside;"
-                f" {remedy}"
-            )
-        metrics = [name for name in end.test if name != "loss"]
-        measures = {
-            name: Difference(
-                ours=end.test[name],
-                alone=end.test[name],
-                error=0.0,
-                less_is_better=less_is_better(name),
-            )
-            for name in (*metrics, "loss")
-        }
-        return cls("alone", measures, end.seconds, end.constant)
-
-
-def judge_over_splits(run: Run, splits: Sequence[Split]) -> Section:
-    """Let the mean over splits make the verdict of the first split's run.
-
-    Return the splits as part of a page.
-    """
-    record, me = run.record, run.record.configuration.me
-    comparison = over_splits(splits, me.test, int(me.examples) + me.validation)
-    constants = [split.constant for split in splits if split.constant is not None]
-    end = replace(
-        record.end,
-        comparison=comparison,
-        constant=float(np.mean(constants)) if len(constants) == len(splits) else None,
-        seconds=sum(split.seconds for split in splits),
-    )
-    record.finish(replace(end, verdict=verdict(record.configuration, end).sentence))
-    rows = [
-        {
-            "split": str(k),
-            "served": split.served,
-            **{name: difference(one) for name, one in split.measures.items()},
-        }
-        for k, split in enumerate(splits, 1)
-    ]
-    rows.append(
-        {
-            "split": "mean",
-            "served": "",
-            **{name: difference(one) for name, one in comparison.measures.items()},
-        }
-    )
-    text = [
-        "The model served is that of the first split, and the numbers of its test rows are those of"
-        " this split alone; the verdict and the time are of all splits. In each the rows are split"
-        " anew, with other initial weights and batches, and all is chosen again. The error of a"
-        " single split is over its test rows; that of the mean allows for the overlap of the"
-        " splits."
-    ]
-    return Section("The splits, against training alone", text, [rows], folded=True)
-
-
-def over_splits(splits: Sequence[Split], test: int, rest: int) -> Comparison:
-    """Return the mean over splits, with a standard error that allows for their overlap.
-
-    The same rows are in many splits, so that the mean over J splits varies more than their spread s
-    shows. Its standard error is s √(1/J + n_test / n_rest) (Nadeau and Bengio 2003), which is exact
-    where a difference depends on the test rows alone.
-
-    Args:
-        splits: two or more.
-        test: how many rows a split tests on.
-        rest: how many rows it trains and chooses with.
-
-    Example:
-        >>> each = [Split("with peers", {"loss": Difference(ours=v, alone=1.0, error=0.1, less_is_better=True)})
-        ...     for v in (0.7, 0.8, 0.9)]
-        >>> mean = over_splits(each, test=20, rest=80).measures["loss"]
-        >>> round(mean.difference, 3), round(mean.error, 4)
-        (-0.2, 0.0764)
-    """
-    measures = {}
-    for name, first in splits[0].measures.items():
-        each = [split.measures[name] for split in splits]
-        spread = float(np.std([one.difference for one in each], ddof=1))
-        error = spread * math.sqrt(1 / len(splits) + test / rest)
-        ours, alone = (
-            float(np.mean([getattr(one, side) for one in each])) for side in ("ours", "alone")
-        )
-        measures[name] = Difference(
-            ours=ours, alone=alone, error=error, less_is_better=first.less_is_better
-        )
-    on = f"{len(splits)} random splits with {test} test rows each"
-    return Comparison(on=on, examples=len(splits), measures=measures, splits=len(splits))
+AGAIN: dict[str, Any] = {"trackers": (), "measure": False}
+"""How splits after the first are trained."""
 
 
 def fit(
@@ -192,7 +83,9 @@ def fit(
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
             save_calibration(out, run.model, task)
             splits = [Split.of(run)] if again else []
-            for other in _others(again, out, **everything):
+            for k, make in enumerate(again, 1):
+                others = everything | AGAIN | {"seed": seed + k}
+                other = _train(*make(), _folder_of_split(out, k), **others)
                 if other.stopped is Stopped.CTRL_C:
                     return None
                 splits.append(Split.of(other))
@@ -208,19 +101,6 @@ def fit(
     return run
 
 
-def _others(
-    again: Sequence[Callable[[], tuple[TableTask, Followed]]],
-    out: Path,
-    *,
-    seed: int,
-    **settings: Any,
-) -> Iterator[Run]:
-    """Yield the runs of the other splits, each in a folder of its own."""
-    settings |= {"trackers": (), "measure": False}
-    for k, make in enumerate(again, 1):
-        yield _train(*make(), out / FOLDER / f"{k + 1:02d}", seed=seed + k, **settings)
-
-
 def _train(
     task: TableTask,
     rule: Followed,
@@ -232,13 +112,132 @@ def _train(
     **settings: Any,
 ) -> Run:
     reported = metrics_of(task.preparation, metrics, class_shares([task.me], task.preparation))
-    with one_thread(), torch.random.fork_rng(devices=[]):  # nobody else's draws are changed
-        torch.manual_seed(SEED("seed", seed))
-        made = models.build(model, task.n_inputs, task.n_outputs)
-    loss = models.loss_of(task.preparation)
+    made, loss = _built(model, task.preparation, seed), models.loss_of(task.preparation)
     return train(
         made, loss, task.me, task.peers, rule, out=out, seed=seed, metrics=reported, **settings
     )
+
+
+def _built(model: str, preparation: Preparation, seed: int) -> nn.Module:
+    """Return a model with the initial parameters of a seed; nobody else's draws are changed."""
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED("seed", seed))
+        return models.build(model, preparation.n_inputs, preparation.n_outputs)
+
+
+def _folder_of_split(out: Path, k: int) -> Path:
+    """Return the folder of the k-th split after the first."""
+    return out / FOLDER / f"{k + 1:02d}"
+
+
+def fit_everyone(
+    table: TableUsers,
+    rule: Callable[[RunFacts], Followed],
+    model: str,
+    out: Path,
+    *,
+    user_column: str,
+    again: Sequence[Callable[[], TableUsers]] = (),
+    seed: int = 0,
+    **settings: Any,
+) -> Runs | None:
+    """Train a model for each user and a pooled one, and write them with a page for each and one for all.
+
+    None after Ctrl-C.
+
+    Args:
+        table: the users, from `coterie.data.users_from_table`.
+        rule: makes everybody's rule of what is known of its run.
+        model: "linear", "mlp", or "module.path:factory".
+        out: the folder to write; every user has one in it.
+        user_column: the column with the name of each row's user, by which `predict` finds a row's
+            model.
+        again: make the same users with everybody's rows split in another way. Each user's verdict
+            is then on the mean of all splits.
+        seed: what the initial weights and the batches depend on; in the k-th other split, seed + k.
+        settings: `metrics`, names of metrics to report; the others are passed on to
+            `coterie.train_everyone`: steps, lr, batch_size, device, resume, …
+    """
+    if table.preparation.ids == SERVED_BY:
+        raise DataError(
+            f"`ids` names {SERVED_BY!r}, the column that says whose model made a prediction;"
+            " rename it"
+        )
+    warn_of_imbalance(class_shares(table.users, table.preparation), table.preparation)
+    with claimed(out):
+        runs = _train_all(table, rule, model, out, seed=seed, **settings)
+        if runs.stopped is Stopped.CTRL_C:
+            return None
+        splits = {name: [Split.of(run)] for name, run in runs.runs.items()} if again else {}
+        for k, make in enumerate(again, 1):
+            others = {**settings, **AGAIN, "seed": seed + k}
+            other = _train_all(make(), rule, model, _folder_of_split(out, k), **others)
+            if other.stopped is Stopped.CTRL_C:
+                return None
+            for name in splits.keys() & other.runs.keys():
+                splits[name].append(Split.of(other.runs[name]))
+        left_out = {name: f"left out: {why}" for name, why in table.left_out.items()}
+        runs = replace(runs, not_trained={**left_out, **runs.not_trained})
+        try:
+            _write(out, runs, table, model=model, user_column=user_column, splits=splits)
+        except FileError as error:
+            raise FileError(
+                f"{error}. The models are trained: `--resume` will write them then", runs
+            ) from error
+    return runs
+
+
+def _train_all(
+    table: TableUsers,
+    rule: Callable[[RunFacts], Followed],
+    model: str,
+    out: Path,
+    *,
+    metrics: Sequence[str] = (),
+    seed: int,
+    steps: int,
+    **settings: Any,
+) -> Runs:
+    sizes = {user.name: len(user) for user in table.users}
+    rules = {
+        name: rule(RunFacts(own, {other: n for other, n in sizes.items() if other != name}, steps))
+        for name, own in sizes.items()
+    }
+    shares = class_shares(table.users, table.preparation)
+    settings |= {"seed": seed, "steps": steps, "out": out}
+    settings |= {"metrics": metrics_of(table.preparation, metrics, shares)}
+    made, loss = _built(model, table.preparation, seed), models.loss_of(table.preparation)
+    return train_everyone(made, loss, table.users, rules, **settings)
+
+
+def _write(
+    out: Path,
+    runs: Runs,
+    table: TableUsers,
+    *,
+    model: str,
+    user_column: str,
+    splits: Mapping[str, Sequence[Split]],
+) -> None:
+    """Write everybody's model, preparation and page, then the page of all, and last which folder is whose."""
+    preparation = table.preparation
+
+    def write(folder: Path, run: Run) -> None:
+        preparation.save(folder)
+        save_model(folder, run.model, model, preparation.n_inputs, preparation.n_outputs)
+
+    folders, users = folder_names(list(runs.runs)), {user.name: user for user in table.users}
+    for name, run in runs.runs.items():
+        write(out / folders[name], run)
+        more = [judge_over_splits(run, splits[name])] if len(splits.get(name, ())) > 1 else []
+        about = preparation, table.target, table.test_rows[name]
+        shares = class_shares([users[name]], preparation)
+        write_report(out / folders[name], run, *about, shares=shares, more=more)
+    if runs.pooled is not None:
+        write(out / POOLED, runs.pooled)
+    pages = {name: f"{place}/index.html" for name, place in folders.items()}
+    write_everyone_page(out / "index.html", runs, pages)
+    files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
 
 
 def measured(
@@ -252,8 +251,7 @@ def measured(
     if missing := [name for name, value in named.items() if not value]:
         raise KnobError(f"`--data` needs `{missing[0]}` too")
     task = from_table(data, user_column=user_column, target=target, me=me, **table)
-    torch.manual_seed(0)
-    made = models.build(model, task.n_inputs, task.n_outputs)
+    made = _built(model, task.preparation, seed=0)
     spec = RunSpec(
         made, models.loss_of(task.preparation), task.me, task.peers, steps=steps
     ).prepared()

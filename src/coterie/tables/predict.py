@@ -2,20 +2,30 @@
 
 import functools
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from coterie.data import Preparation
-from coterie.errors import DataError
+from coterie.errors import DataError, FileError, did_you_mean, few_of
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.everyone.folders import POOLED
+from coterie.recording import files
 from coterie.tables.calibration import load_calibration
-from coterie.tables.everyone import is_everyone, routed, whose_folders
 from coterie.tables.models import check_finished, load_model
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+FILE = "everyone.json"
+"""Says whose model is in which folder."""
+SERVED_BY = "model"
+"""The column of predictions that says whose model made them."""
+ALL_USERS = "pooled (all users)"
+"""What it says of the pooled model where a user is called "pooled"."""
 
 
 def predict(
@@ -122,3 +132,73 @@ def _with_sets(predictions: "pd.DataFrame", preparation: Preparation, score: flo
         " | ".join(name for name, there in zip(names, row, strict=True) if there) for row in inside
     ]
     predictions.insert(1, "set", sets)
+
+
+def is_everyone(folder: Path) -> bool:
+    """Say whether a folder holds models of several users."""
+    return (folder / FILE).exists()
+
+
+def whose_folders(folder: Path) -> tuple[str, Mapping[str, str]]:
+    """Return the column with the users of rows, and by user the name of the folder of its model."""
+    remedy = "train again: `coterie train --me all` with `--resume` writes it anew"
+    about = files.read_json(folder / FILE, remedy, ("user_column", "folders"))
+    return str(about["user_column"]), _checked_folders(about["folders"], folder / FILE, remedy)
+
+
+def routed(
+    folder: Path, rows: "pd.DataFrame", predict: Callable[[Path, "pd.DataFrame"], "pd.DataFrame"]
+) -> "pd.DataFrame":
+    """Return everybody's predictions in the order of the rows.
+
+    Each row goes to the model of its user.
+
+    Rows of users who have none, and rows without a user, go to the pooled model; a warning says how
+    many. The column `model` says whose model it was.
+    """
+    import pandas as pd
+
+    column, folders = whose_folders(folder)
+    if column not in rows.columns:
+        raise DataError(
+            f"the table has no column {column!r}, which says whose model each row goes to; add it"
+            f"{did_you_mean(column, rows.columns)}"
+        )
+    rows = rows.reset_index(drop=True)
+    names = rows[column].astype(str).where(rows[column].notna(), "")
+    # of numbers beside an empty field
+    names = names.where(names.isin(list(folders)), names.str.removesuffix(".0"))
+    places = names.map(folders).fillna(POOLED)
+    if (pooled := names[places == POOLED]).size:
+        warnings.warn(_pooled(pooled, column), stacklevel=3)
+    parts = []
+    for place, own in rows.groupby(places, sort=False):
+        predictions = predict(folder / str(place), own.reset_index(drop=True)).set_axis(own.index)
+        whose = (
+            (ALL_USERS if POOLED in folders else POOLED) if place == POOLED else names[own.index]
+        )
+        parts.append(predictions.assign(**{SERVED_BY: whose}))
+    return pd.concat(parts).sort_index()
+
+
+def _pooled(names: "pd.Series[str]", column: str) -> str:
+    """Say which rows go to the pooled model, by the names of their users."""
+    strangers = names[names.str.strip() != ""]
+    known = (
+        [f"{len(strangers)} of users without a model ({few_of(strangers.unique())})"]
+        if len(strangers)
+        else []
+    )
+    empty = len(names) - len(strangers)
+    known += [f"{empty} whose {column!r} is empty"] if empty else []
+    return f"{len(names)} of the rows go to the pooled model: {', '.join(known)}"
+
+
+def _checked_folders(folders: Any, path: Path, remedy: str) -> Mapping[str, str]:
+    """Return whose model is in which folder; a name that leads elsewhere is refused."""
+    if not isinstance(folders, dict) or any(
+        not isinstance(place, str) or place in ("", ".", "..") or "/" in place or "\\" in place
+        for place in folders.values()
+    ):
+        raise FileError(f"{path} does not say which folders are whose; {remedy}")
+    return folders

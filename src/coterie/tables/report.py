@@ -39,6 +39,7 @@ from coterie.recording.result import Comparison
 from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
 from coterie.reporting.page import Section
 from coterie.reporting.run_page import write_run_page
+from coterie.reporting.summary import shown
 from coterie.reporting.verdict import difference, serves_alone
 from coterie.tables import models
 from coterie.training.run import Run
@@ -233,10 +234,10 @@ def is_imbalanced(shares: Sequence[float]) -> bool:
     """Say whether accuracy says little: all classes but one are rare.
 
     Example:
-        >>> is_imbalanced([0.96, 0.04]), is_imbalanced([0.7, 0.3]), is_imbalanced([])
+        >>> is_imbalanced([0.96, 0.04]), is_imbalanced([0.7, 0.3]), is_imbalanced([1.0, 0.0])
         (True, False, False)
     """
-    return bool(shares) and sum(shares) - max(shares) < RARE
+    return bool(shares) and 0 < sum(shares) - max(shares) < RARE
 
 
 def warn_of_imbalance(shares: Sequence[float], preparation: Preparation) -> None:
@@ -482,12 +483,12 @@ def _measures(judged: Quality, told: Container[str]) -> list[dict[str, str]]:
     """
     rows = []
     for name, value in judged.served.items():
-        row = {"measure": name, "served": f"{value:.4g}"}
+        row = {"measure": name, "served": shown(value)}
         if judged.comparison is not None and name not in told:
             one = judged.comparison.measures[name]
-            row |= {"alone": f"{one.alone:.4g}", "difference": difference(one)}
+            row |= {"alone": shown(one.alone), "difference": difference(one)}
         if judged.constant:
-            row |= {"constant": f"{judged.constant[name]:.4g}"}
+            row |= {"constant": shown(judged.constant[name])}
         rows.append(row)
     return rows
 

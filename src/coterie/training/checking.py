@@ -158,6 +158,8 @@ def _check_classes(user: User, spec: RunSpec) -> None:
                 f"user {user.name!r} has a set whose targets are all {ignored_class(spec.loss)},"
                 " which the loss ignores: nothing to learn from; leave it out, or give it targets"
             )
+    if isinstance(spec.rule, Mixture) or spec.rule == "mixture":
+        return  # rows of one class tell how frequent it is, and the peers tell the rest
     targets = plain_targets(user.examples)
     if targets is not None and is_over_classes(spec.loss):
         targets = targets[targets != ignored_class(spec.loss)] if targets.ndim == 1 else targets
