@@ -53,7 +53,9 @@ def main() -> None:
     best = scores.groupby(CELL)[ALONE].mean().idxmax(axis=1)
     which = best.reindex(scores.index.droplevel(["user", "seed"]))
     for table in (scores, losses):
-        table["Alone"] = [row[name] for (_, row), name in zip(table.iterrows(), which, strict=False)]
+        table["Alone"] = [
+            row[name] for (_, row), name in zip(table.iterrows(), which, strict=False)
+        ]
     classes = set(rows[rows["metric"] == "accuracy"]["set"])
     losses = losses[losses.index.get_level_values("set").isin(classes)]
     for title, table in {"score": scores, "log loss": losses}.items():
