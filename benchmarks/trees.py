@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -50,8 +51,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     rows = rows_of(parser.parse_args().folder)
     scores, losses = (paired(rows, value) for value in ("score", "loss"))
-    best = scores.groupby(CELL)[ALONE].mean().idxmax(axis=1)
-    which = best.reindex(scores.index.droplevel(["user", "seed"]))
+    of_alone: Any = scores.groupby(CELL).mean()
+    which = of_alone[ALONE].idxmax(axis=1)
+    which = which.reindex(scores.index.droplevel(["user", "seed"]))
     for table in (scores, losses):
         table["Alone"] = [
             row[name] for (_, row), name in zip(table.iterrows(), which, strict=False)
@@ -61,12 +63,14 @@ def main() -> None:
     for title, table in {"score": scores, "log loss": losses}.items():
         means = table.groupby(CELL).mean()
         print(f"{OURS}, {title}, less")
-        for condition, some in means.groupby("condition"):
+        for condition in sorted(set(means.index.get_level_values("condition"))):
+            some = means.xs(condition, level="condition")
             against = {name: told(some[OURS] - some[name]) for name in ["Alone", *RIVALS]}
             words = "; ".join(f"{name} {said}" for name, said in against.items())
             print(f"  {condition} ({len(some)} sets): {words}")
-    change = (scores[OURS] - scores["Alone"]).groupby(CELL).agg(["mean", "sem", "size"])
-    ratio = change["mean"] / change["sem"].where(change["sem"] > 0)
+    by_cell = (scores[OURS] - scores["Alone"]).groupby(CELL)
+    change = pd.DataFrame({"mean": by_cell.mean(), "error": by_cell.sem(), "users": by_cell.size()})
+    ratio = change["mean"] / change["error"].where(change["error"] > 0)
     for word, cells in {"worse": change[ratio < -3], "better": change[ratio > 3]}.items():
         print(f"{word} than Alone by three standard errors in {len(cells)} of {len(change)} cells")
         if word == "worse":
