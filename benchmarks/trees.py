@@ -40,7 +40,7 @@ def paired(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     return wide[[OURS, *RIVALS]].dropna()
 
 
-def told(differences: pd.Series[float]) -> str:
+def told(differences: Any) -> str:
     """Return a mean and its standard error between sets."""
     return f"{differences.mean():+.3f} ± {differences.sem():.3f}"
 
@@ -51,12 +51,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     rows = rows_of(parser.parse_args().folder)
     scores, losses = (paired(rows, value) for value in ("score", "loss"))
-    of_alone: Any = scores.groupby(CELL).mean()
-    which = of_alone[ALONE].idxmax(axis=1)
-    which = which.reindex(scores.index.droplevel(["user", "seed"]))
+    better: Any = scores.groupby(CELL)[ALONE].mean().idxmax(axis=1)
     for table in (scores, losses):
         table["Alone"] = [
-            row[name] for (_, row), name in zip(table.iterrows(), which, strict=False)
+            row[better[where[:2]]]
+            for where, row in zip(table.index, table.to_dict("records"), strict=True)
         ]
     classes = set(rows[rows["metric"] == "accuracy"]["set"])
     losses = losses[losses.index.get_level_values("set").isin(classes)]
