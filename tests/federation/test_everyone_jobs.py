@@ -25,7 +25,7 @@ from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.federation import supervision
-from coterie.federation.everyone.member import REFUSAL, MemberRun
+from coterie.federation.everyone.member_run import REFUSAL, MemberRun
 from coterie.federation.everyone.relay import MEMBERS
 from coterie.federation.everyone.sealed_sites import KnownKeys, SealedSites
 from coterie.federation.lead import REFUSED, RUN, SUMMARY
