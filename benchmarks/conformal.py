@@ -26,7 +26,7 @@ from coterie.benchmark.tasks import candidates, task_of
 from coterie.evaluation.conformal import Calibration, scores, scores_of_losses
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import fit_here
-from coterie.mixture.mixing import Entry
+from coterie.mixture.mixing import MixtureEntry
 
 OWN, MORE = 30, 10
 WAYS = ("own-only", "ours, own scores", "ours", "pooled")
@@ -56,11 +56,11 @@ def measured(job: tuple[str, str, str, int, Path, float]) -> dict[str, tuple[flo
     ]
     fitted = fit_here(x[own], y[own], given, family, classes)
 
-    def told(entry: Entry, inputs: Array) -> Array:
+    def told(entry: MixtureEntry, inputs: Array) -> Array:
         outputs = np.column_stack([inputs, np.ones(len(inputs))]) @ entry.parameters
         return family.predict(outputs)
 
-    def lent(entry: Entry) -> dict[str, Array]:
+    def lent(entry: MixtureEntry) -> dict[str, Array]:
         return {who: scores(told(entry, a), b) for who, (a, b) in peers.items()}
 
     found, pooled = {}, fitted.entries["pooled"]

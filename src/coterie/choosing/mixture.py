@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
+from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
@@ -27,12 +27,12 @@ from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.answers import TOLD, EStep
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
 from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit
-from coterie.mixture.mixing import Entry, told
-from coterie.mixture.peer import TOLD, EStep
+from coterie.mixture.mixing import MixtureEntry, told
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
     EXCHANGES,
@@ -40,10 +40,10 @@ from coterie.mixture.prior import (
     JOINT,
     POOLED,
     TIMES,
-    Answer,
     Heard,
+    PriorAnswer,
+    PriorQuestion,
 )
-from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
 from coterie.recording.configuration import StepSettings
@@ -142,20 +142,20 @@ class Mixture(Algorithm):
 
     def choose(
         self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
-    ) -> Choice | None:
+    ) -> RuleChoice | None:
         """Return adaptive averaging where the model is not linear, or a peer answers no E-step."""
         return self._gradients(spec, why_not_linear(spec) or engine.capabilities.no_e_steps)
 
-    def fallback(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> RuleChoice | None:
         """Return adaptive averaging where the model is not linear, else None."""
         return self._gradients(spec, why_not_linear(spec))
 
-    def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
+    def _gradients(self, spec: RunSpec, why: str | None) -> RuleChoice | None:
         if not why:
             return None
         gradients = self._by_steps()
-        other = gradients.fallback(spec) or Choice(gradients, {})
-        return Choice(
+        other = gradients.fallback(spec) or RuleChoice(gradients, {})
+        return RuleChoice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
 
@@ -340,7 +340,7 @@ class ClosedForm(Learner):
         fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
         return driven(fitting, self._asking(scaling))
 
-    def _asking(self, scaling: Scaling) -> Callable[[Asked], Answer]:
+    def _asking(self, scaling: Scaling) -> Callable[[PriorQuestion], PriorAnswer]:
         """Return what asks the peers, wherever they are: an exchange for each question."""
         engine, heard, exchanges = self.engine, Heard(), itertools.count()
         if not isinstance(engine, AnswersESteps):
@@ -351,7 +351,7 @@ class ClosedForm(Learner):
 
         elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
 
-        def ask(asked: Asked) -> Answer:
+        def ask(asked: PriorQuestion) -> PriorAnswer:
             question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
             point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
             self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
@@ -370,12 +370,12 @@ class ClosedForm(Learner):
                 raise AssertionError("rows or sums were asked for")
             sums = question.read(answers.sums.reshape(question.shape).numpy())
             answered = answers.answered.expand(len(asked.priors.noise)).numpy()
-            return Answer(sums, answered)
+            return PriorAnswer(sums, answered)
 
         return ask
 
     def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
-        from coterie.trees.candidates import candidates
+        from coterie.trees.tree_candidates import candidates
 
         here = self.engine.capabilities.local
         peers = [peer.examples for peer in self.spec.peers if here]
@@ -423,7 +423,7 @@ class ClosedForm(Learner):
         losses: Tensor | None = self.state.get("out_of_fold")
         return None if losses is None else losses.numpy()
 
-    def _model(self, entry: Entry | None) -> nn.Module:
+    def _model(self, entry: MixtureEntry | None) -> nn.Module:
         """Return what an entry serves; a copy of the caller's model where that is linear."""
         if entry is not None and entry.others:
             return entry.model(self.family, intercept=self.layer.bias is not None).to(
@@ -448,7 +448,7 @@ class ClosedForm(Learner):
         account = account_of(fitted, self.tau(), len(self.spec.me), on_test)
         return account | {"exchanges": fitted.exchanges}
 
-    def _on(self, examples: Examples, entry: Entry) -> Array:
+    def _on(self, examples: Examples, entry: MixtureEntry) -> Array:
         """Return the losses of what an entry would serve."""
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
 
@@ -457,7 +457,7 @@ def account_of(
     fitted: Fitted,
     tau: Mapping[str, float],
     n: int,
-    on_test: Callable[[Entry], Array] | None = None,
+    on_test: Callable[[MixtureEntry], Array] | None = None,
 ) -> dict[str, Any]:
     """Return the account of a fit, as plain data: its leaderboard, and what may be told.
 

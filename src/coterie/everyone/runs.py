@@ -125,6 +125,6 @@ class Runs:
 
     def report(self, path: Path | str) -> Path:
         """Write one HTML page: who gains, who listens to whom, the cost; and return its path."""
-        from coterie.everyone.page import write_everyone_page
+        from coterie.everyone.everyone_page import write_everyone_page
 
         return write_everyone_page(Path(path), self)

@@ -28,7 +28,7 @@ class Mixed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class MixtureEntry:
     """A line of the leaderboard: candidates of a kind, or of several, mixed."""
 
     weight: float  # its share of what is served
@@ -54,9 +54,9 @@ class Entry:
 class Leaderboard(NamedTuple):
     """The mixture of all candidates, that of those which ask no peer, and that of each kind."""
 
-    served: Entry
-    alone: Entry
-    entries: Mapping[str, Entry]
+    served: MixtureEntry
+    alone: MixtureEntry
+    entries: Mapping[str, MixtureEntry]
 
 
 def mix(
@@ -122,7 +122,7 @@ def mix(
 
     whole = found(np.ones(len(kinds), dtype=bool))
 
-    def entry(which: Array) -> Entry:
+    def entry(which: Array) -> MixtureEntry:
         one = found(which)
         weights = np.zeros(len(kinds))
         weights[which] = one.weights
@@ -135,7 +135,7 @@ def mix(
             if each and weight > 0
         ]
         used = bool((parts[which] == 0).any() and of_linear.sum() > 0)
-        return Entry(
+        return MixtureEntry(
             float(whole.weights[which].sum()),
             family.told(one.outputs, targets),
             mean if used else mean[:0],

@@ -18,7 +18,7 @@ BARS = 14
 
 
 @dataclass(frozen=True)
-class Heard:
+class PeerShare:
     """A peer, its share of the peers' weight, and why it is left out or was at times."""
 
     name: str
@@ -26,7 +26,7 @@ class Heard:
     reason: str = ""
 
 
-def heard(configuration: Configuration, end: End) -> list[Heard]:
+def heard(configuration: Configuration, end: End) -> list[PeerShare]:
     """Return all peers, those with most weight first.
 
     Nobody has any where the model trained alone is served.
@@ -35,7 +35,7 @@ def heard(configuration: Configuration, end: End) -> list[Heard]:
     shares = {} if nobody else {name: share for name, share in end.tau.items() if share}
     names = sorted(configuration.peers, key=lambda name: -shares.get(name, 0.0))
     return [
-        Heard(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares))
+        PeerShare(name, shares.get(name, 0.0), _reason(name, configuration, end, name in shares))
         for name in names
     ]
 
@@ -124,7 +124,7 @@ def _absent(name: str, end: End) -> int:
     return int(sum(end.left_out.get(name, {}).values()))
 
 
-def _where(peer: Heard, end: End) -> str:
+def _where(peer: PeerShare, end: End) -> str:
     """Say of the weight of a peer that was left out in most steps in which it had it."""
     absent = _absent(peer.name, end)
     there = counted(max(0, end.step - absent), "step")

@@ -11,8 +11,8 @@ import torch
 from coterie.arguments import SEED
 from coterie.data import TableUsers
 from coterie.errors import DataError, FileError, did_you_mean, few_of
+from coterie.everyone.everyone_page import write_everyone_page
 from coterie.everyone.folders import POOLED, folder_names
-from coterie.everyone.page import write_everyone_page
 from coterie.everyone.runs import Runs
 from coterie.everyone.train import train_everyone
 from coterie.recording import files

@@ -34,6 +34,7 @@ from coterie.evaluation.metrics import (
     probabilities_of,
     roc_curve,
 )
+from coterie.mixture.served import Constant
 from coterie.recording import files
 from coterie.recording.result import Comparison
 from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
@@ -199,18 +200,6 @@ def quality(
             else {}
         ),
     )
-
-
-class Constant(nn.Module):
-    """Predict the same for every row."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = nn.Parameter(output, requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the output of each row."""
-        return self.output.expand(len(inputs), -1)
 
 
 def class_shares(users: Sequence[User], preparation: Preparation) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from coterie.choosing import Choice, Chooser, TellsGradients, chooser_for
+from coterie.choosing import Chooser, RuleChoice, TellsGradients, chooser_for
 from coterie.choosing.chooser import Algorithm
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
@@ -89,11 +89,11 @@ class _OfChooser(Algorithm):
 
     def choose(
         self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
-    ) -> Choice:
+    ) -> RuleChoice:
         made = None if earlier else self.chooser.choose(spec, engine, progress)
         account = earlier if made is None else made.account
         estimates = None if made is None else made.estimates
-        return Choice(self.chooser.rule_from(account), account, estimates)
+        return RuleChoice(self.chooser.rule_from(account), account, estimates)
 
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
         chooser, asked = self.chooser, super().gradients_asked(me, peers, settings)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from coterie.choosing import Algorithm, Choice
+from coterie.choosing import Algorithm, RuleChoice
 from coterie.choosing.measuring import before_training
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.capabilities import require
@@ -28,7 +28,7 @@ def choose(
     return algorithm_of(choice.rule), with_choice(configuration, choice)
 
 
-def with_choice(configuration: Configuration, choice: Choice) -> Configuration:
+def with_choice(configuration: Configuration, choice: RuleChoice) -> Configuration:
     """Return a configuration with the account of a choice, and with the constants measured for it, if any."""
     estimates = configuration.estimates if choice.estimates is None else choice.estimates.to_plain()
     return replace(configuration, choice=dict(choice.account), estimates=estimates)

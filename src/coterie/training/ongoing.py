@@ -29,6 +29,8 @@ from coterie.training.run import Run, Step, Stopped
 
 Taken: TypeAlias = tuple[float, Mapping[str, str]]
 """User 0's loss in a step that was taken, and who was left out of it and why."""
+MOST_REASONS, OTHER_REASONS = 20, "other reasons"
+"""How many reasons why a peer was left out are told apart."""
 
 
 class OngoingRun(ResumableRun):
@@ -211,7 +213,9 @@ class OngoingRun(ResumableRun):
         self.losses.append(float(step.own_loss))
         for name, reason in step.left_out.items():
             counts = self.left_out.setdefault(name, {})
-            counts[reason] = counts.get(reason, 0) + 1
+            # else a peer could fill the record with words of its own
+            told = reason if reason in counts or len(counts) < MOST_REASONS else OTHER_REASONS
+            counts[told] = counts.get(told, 0) + 1
         return self.losses[-1], step.left_out
 
     def _restarted(self, guard: Guard) -> NextStep:

@@ -29,9 +29,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.directions import PeerSums, WithoutOutliers, followed, peer_sums
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
-from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.weights import Array
+from coterie.choosing.adaptive.weights import Array, PeerWeights
 from coterie.choosing.mixture import account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing

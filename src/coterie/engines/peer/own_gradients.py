@@ -20,7 +20,7 @@ from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.own_draws import OwnDraws, secret_number
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
-from coterie.mixture.peer import EStep
+from coterie.mixture.answers import EStep
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
