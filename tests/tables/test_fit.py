@@ -297,11 +297,12 @@ def test_own_rows_calibrate_by_models_that_did_not_see_them(tmp_path: Path) -> N
     run = fit(task, coterie.Mixture(), "linear", tmp_path / "run")
     assert run is not None
     rows = [
-        tuple(part.double().numpy() for part in user.examples.take(torch.arange(len(user))))
+        [part.double().numpy() for part in user.examples.take(torch.arange(len(user)))]
         for user in (task.me, *task.peers)
     ]
     seed = random_key(0, "a/folds") % 2**32
-    losses = fit_here(*rows[0], rows[1:], SQUARED, seed=seed).served.losses
+    (x, y), peers = rows[0], [(inputs, targets) for inputs, targets in rows[1:]]
+    losses = fit_here(x, y, peers, SQUARED, seed=seed).served.losses
     saved = files.read_json(tmp_path / "run" / "calibration.json", "")["own"]
     expected = task.preparation.scale * np.sqrt(losses)
     assert np.allclose(saved[-len(task.me) :], expected, rtol=1e-4)
