@@ -435,7 +435,8 @@ class OngoingRun(ResumableRun):
             learner.models(),
             alone,
         )
-        run = Run(model, self.record, *given, self.folder.unwritten(), spec)
+        rest = self.folder.unwritten(), spec, learner.out_of_fold() if self.guard is None else None
+        run = Run(model, self.record, *given, *rest)
         try:
             tell(self.hooks, "on_end", run)
         except UserCodeError as error:
