@@ -23,8 +23,8 @@ from coterie.arguments import (
     optional,
 )
 from coterie.data.reading import FileForm
+from coterie.engines.compression import Compress
 from coterie.engines.peer import Caps
-from coterie.engines.rounding import Compress
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
