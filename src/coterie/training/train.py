@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coterie.arguments import takes_fields_of
 from coterie.choosing import Mixture
