@@ -112,7 +112,8 @@ def contributed_section(given: Mapping[str, Contribution]) -> Section:
             low, high = estimate.interval
             clear = True if low > 0 else False if high < 0 else None
             ends = f"{estimate.value:+.3g} ({low:+.3g} to {high:+.3g})"
-            told.append(Interval(peer, *estimate[:2], ends, clear, estimate.interval))
+            value, error, _ = estimate
+            told.append(Interval(peer, value, error, ends, clear, estimate.interval))
         told.sort(key=lambda one: -one.value)
         charts.append(f"<h3>{escape(title)}</h3>{interval_chart(told, title)}")
     text = [
