@@ -26,8 +26,8 @@ from coterie.engines.remote.messages import answer_message, pack_request
 from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
 from coterie.errors import KnobError
+from coterie.mixture.answers import EStep
 from coterie.mixture.families import SOFTMAX
-from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Priors
 from coterie.mixture.scaling import Scaling
 from coterie.privacy.privacy import Privacy

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
+from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
@@ -27,12 +27,11 @@ from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.answers import TOLD, EStep
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
-from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, driven, fit
-from coterie.mixture.mixing import Entry, told
-from coterie.mixture.peer import TOLD, EStep
+from coterie.mixture.fit import Fitted, driven, fit, fit_here
+from coterie.mixture.mixing import MixtureEntry, told
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
     EXCHANGES,
@@ -40,10 +39,10 @@ from coterie.mixture.prior import (
     JOINT,
     POOLED,
     TIMES,
-    Answer,
     Heard,
+    PriorAnswer,
+    PriorQuestion,
 )
-from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
 from coterie.recording.configuration import StepSettings
@@ -142,20 +141,20 @@ class Mixture(Algorithm):
 
     def choose(
         self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
-    ) -> Choice | None:
+    ) -> RuleChoice | None:
         """Return adaptive averaging where the model is not linear, or a peer answers no E-step."""
         return self._gradients(spec, why_not_linear(spec) or engine.capabilities.no_e_steps)
 
-    def fallback(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> RuleChoice | None:
         """Return adaptive averaging where the model is not linear, else None."""
         return self._gradients(spec, why_not_linear(spec))
 
-    def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
+    def _gradients(self, spec: RunSpec, why: str | None) -> RuleChoice | None:
         if not why:
             return None
         gradients = self._by_steps()
-        other = gradients.fallback(spec) or Choice(gradients, {})
-        return Choice(
+        other = gradients.fallback(spec) or RuleChoice(gradients, {})
+        return RuleChoice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
 
@@ -266,24 +265,20 @@ def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array,
     return flat, family.targets(targets.detach().cpu().numpy(), outputs)
 
 
-def contributions_to(
-    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
-) -> dict[str, Contribution]:
-    """Return what peers contribute to user 0's closed form; see `Run.contributions`."""
-    why, layer, family = why_not_linear(spec), linear_of(spec.model), family_of(spec.loss)
-    why = why or ("peers' rows are elsewhere" if not spec.peers else None)
-    if why is not None or layer is None or family is None:
-        raise KnobError(
-            f"contributions are those to a linear model whose peers' rows are here, and {why}; give"
-            " `coterie.mixture.contributions.contributions` the losses of each coalition"
-        )
-    k, names = layer.out_features, [peer.name for peer in spec.peers]
-    if unknown := {name for group in (groups or {}).values() for name in group} - set(names):
-        raise KnobError(f"`groups` names {min(unknown)!r}, and the peers are {', '.join(names)}")
-    own, *others = (numbers_of(user.examples, family, k) for user in (spec.me, *spec.peers))
-    how: dict[str, Any] = {"intercept": layer.bias is not None, "groups": groups}
-    rows = dict(zip(names, others, strict=True))
-    return linear_contributions(*own, rows, family, k, permutations=permutations, **how)
+def linear_losses(spec: RunSpec) -> Callable[[frozenset[str]], Array]:
+    """Return what gives the out-of-fold losses of the own rows with a coalition of peers, in closed form."""
+    layer, family = linear_of(spec.model), family_of(spec.loss)
+    if layer is None or family is None:
+        raise AssertionError("a run that is not linear has other losses")
+    k, intercept = layer.out_features, layer.bias is not None
+    x, y = numbers_of(spec.me.examples, family, k)
+    rows = {peer.name: numbers_of(peer.examples, family, k) for peer in spec.peers}
+
+    def losses(who: frozenset[str]) -> Array:
+        peers = [rows[name] for name in rows if name in who]
+        return fit_here(x, y, peers, family, k, intercept=intercept).served.losses
+
+    return losses
 
 
 class ClosedForm(Learner):
@@ -340,7 +335,7 @@ class ClosedForm(Learner):
         fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
         return driven(fitting, self._asking(scaling))
 
-    def _asking(self, scaling: Scaling) -> Callable[[Asked], Answer]:
+    def _asking(self, scaling: Scaling) -> Callable[[PriorQuestion], PriorAnswer]:
         """Return what asks the peers, wherever they are: an exchange for each question."""
         engine, heard, exchanges = self.engine, Heard(), itertools.count()
         if not isinstance(engine, AnswersESteps):
@@ -351,7 +346,7 @@ class ClosedForm(Learner):
 
         elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
 
-        def ask(asked: Asked) -> Answer:
+        def ask(asked: PriorQuestion) -> PriorAnswer:
             question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
             point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
             self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
@@ -370,12 +365,12 @@ class ClosedForm(Learner):
                 raise AssertionError("rows or sums were asked for")
             sums = question.read(answers.sums.reshape(question.shape).numpy())
             answered = answers.answered.expand(len(asked.priors.noise)).numpy()
-            return Answer(sums, answered)
+            return PriorAnswer(sums, answered)
 
         return ask
 
     def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
-        from coterie.trees.candidates import candidates
+        from coterie.trees.tree_candidates import candidates
 
         here = self.engine.capabilities.local
         peers = [peer.examples for peer in self.spec.peers if here]
@@ -396,6 +391,7 @@ class ClosedForm(Learner):
         self.costs.compute([self.costs.me], len(self.spec.me), times=fitted.exchanges)
         self.state = {
             "step": self.step + 1,
+            "out_of_fold": torch.from_numpy(fitted.served.losses),
             "weight": 1
             - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
@@ -417,7 +413,12 @@ class ClosedForm(Learner):
         """Return the mixture of the candidates that ask no peer."""
         return None if self.fitted is None else self._model(self.fitted.alone)
 
-    def _model(self, entry: Entry | None) -> nn.Module:
+    def out_of_fold(self) -> Array | None:
+        """Return the losses of the own rows by mixtures that did not see their fold."""
+        losses: Tensor | None = self.state.get("out_of_fold")
+        return None if losses is None else losses.numpy()
+
+    def _model(self, entry: MixtureEntry | None) -> nn.Module:
         """Return what an entry serves; a copy of the caller's model where that is linear."""
         if entry is not None and entry.others:
             return entry.model(self.family, intercept=self.layer.bias is not None).to(
@@ -442,7 +443,7 @@ class ClosedForm(Learner):
         account = account_of(fitted, self.tau(), len(self.spec.me), on_test)
         return account | {"exchanges": fitted.exchanges}
 
-    def _on(self, examples: Examples, entry: Entry) -> Array:
+    def _on(self, examples: Examples, entry: MixtureEntry) -> Array:
         """Return the losses of what an entry would serve."""
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
 
@@ -451,7 +452,7 @@ def account_of(
     fitted: Fitted,
     tau: Mapping[str, float],
     n: int,
-    on_test: Callable[[Entry], Array] | None = None,
+    on_test: Callable[[MixtureEntry], Array] | None = None,
 ) -> dict[str, Any]:
     """Return the account of a fit, as plain data: its leaderboard, and what may be told.
 

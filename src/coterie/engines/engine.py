@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.gradients.gradients import Gradients, finite_rows, is_finite
-from coterie.mixture.peer import EStep
+from coterie.mixture.answers import EStep
 from coterie.recording.costs import Traffic
 from coterie.users.user import Loss, User
 

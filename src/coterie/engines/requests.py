@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.engine import LocalWork, form_of
-from coterie.mixture.peer import EStep
+from coterie.mixture.answers import EStep
 
 MAX_STEP = 2**62
 """The steps that can be asked for end here, far beyond any run."""

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from coterie.mixture.answers import EStep
 from coterie.mixture.candidates import (
     FOLDS,
     Candidates,
@@ -16,10 +17,9 @@ from coterie.mixture.candidates import (
     paths,
 )
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import Entry, mix, told
-from coterie.mixture.peer import EStep
+from coterie.mixture.mixing import MixtureEntry, mix, told
 from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Answer, Found, Heard, Question, find_priors
+from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
@@ -30,9 +30,9 @@ COMMON = 1e-3
 class Fitted:
     """What is served, and what speaks for it."""
 
-    served: Entry
-    alone: Entry
-    entries: Mapping[str, Entry]  # of each kind of candidates
+    served: MixtureEntry
+    alone: MixtureEntry
+    entries: Mapping[str, MixtureEntry]  # of each kind of candidates
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
     exchanges: int
@@ -41,7 +41,7 @@ class Fitted:
 
 
 T = TypeVar("T")
-Fitting = Generator[Question, Answer, Fitted]
+Fitting = Generator[PriorQuestion, PriorAnswer, Fitted]
 Others = Callable[[Array], Sequence[Candidates]]
 """From the folds of the own rows to further blocks of candidates."""
 
@@ -131,8 +131,8 @@ def fit(
 
 
 def _counted(
-    asking: Generator[Question, Answer, Found],
-) -> Generator[Question, Answer, tuple[Found, int]]:
+    asking: Generator[PriorQuestion, PriorAnswer, Found],
+) -> Generator[PriorQuestion, PriorAnswer, tuple[Found, int]]:
     """Pass questions and answers on, and count them."""
     count, question = 0, next(asking)
     while True:
@@ -149,10 +149,10 @@ def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
     return told(differences, folds).low > 0
 
 
-Ask = Callable[[Question], Answer]
+Ask = Callable[[PriorQuestion], PriorAnswer]
 
 
-def driven(asking: Generator[Question, Answer, T], ask: Ask) -> T:
+def driven(asking: Generator[PriorQuestion, PriorAnswer, T], ask: Ask) -> T:
     """Return what is found, by a function that asks the peers."""
     try:
         question = next(asking)
@@ -167,7 +167,7 @@ def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
     """Return what asks peers whose scaled rows are at hand, one after the other."""
     heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
 
-    def ask(question: Question) -> Answer:
+    def ask(question: PriorQuestion) -> PriorAnswer:
         scaling = Scaling.none(question.priors.mean.shape[0], question.priors.mean.shape[2])
         asked = EStep(family.name, scaling, question.priors, question.told, max(1.0, examples))
         numbers = np.array([asked.answer(rows.finite()) for rows in peers])

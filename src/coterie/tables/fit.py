@@ -12,20 +12,22 @@ from coterie.arguments import SEED
 from coterie.choosing.measuring import before_training
 from coterie.data import Preparation, TableTask, TableUsers, from_table
 from coterie.errors import DataError, FileError, KnobError
+from coterie.everyone.everyone_page import write_everyone_page
 from coterie.everyone.folders import POOLED, folder_names
-from coterie.everyone.page import write_everyone_page
-from coterie.everyone.runs import Runs
+from coterie.everyone.runs import Runs, gifts
 from coterie.everyone.train import train_everyone
 from coterie.learners.spec import RunSpec
 from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
+from coterie.reporting.page import Section
 from coterie.tables import models
-from coterie.tables.calibration import save_calibration
+from coterie.tables.calibration import save_calibration, save_pooled_calibration
 from coterie.tables.models import save_model
 from coterie.tables.predict import FILE, SERVED_BY, is_everyone
 from coterie.tables.report import (
     class_shares,
+    contributed,
     left_out_section,
     metrics_of,
     warn_of_imbalance,
@@ -50,6 +52,7 @@ def fit(
     *,
     again: Sequence[Callable[[], tuple[TableTask, Followed]]] = (),
     metrics: Sequence[str] = (),
+    contributions: bool = False,
     seed: int = 0,
     **settings: Any,
 ) -> Run | None:
@@ -67,6 +70,7 @@ def fit(
             The verdict is then on the mean of all splits; what is served is the model of the first.
         metrics: names in `METRICS`; the verdict is made by the first, and by the loss. Accuracy, or
             the root mean squared error, comes last, and first where nothing is named.
+        contributions: write what each peer adds to contributions.json, and on the page.
         seed: what the initial weights and the batches depend on; in the k-th other split, seed + k.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, engine, …
     """
@@ -81,7 +85,7 @@ def fit(
         try:
             task.preparation.save(out)
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
-            save_calibration(out, run.model, task)
+            save_calibration(out, run, task.preparation)
             splits = [Split.of(run)] if again else []
             for k, make in enumerate(again, 1):
                 others = everything | AGAIN | {"seed": seed + k}
@@ -91,6 +95,8 @@ def fit(
                 splits.append(Split.of(other))
             more = [left_out_section(task.left_out)] if task.left_out else []
             more += [judge_over_splits(run, splits)] if splits else []
+            if contributions:
+                more.append(contributed(run.contributions(), out))
             shares = class_shares([task.me], task.preparation)
             about = task.preparation, task.target, task.test_rows
             write_report(out, run, *about, shares=shares, more=more)
@@ -138,6 +144,7 @@ def fit_everyone(
     *,
     user_column: str,
     again: Sequence[Callable[[], TableUsers]] = (),
+    contributions: bool = False,
     seed: int = 0,
     **settings: Any,
 ) -> Runs | None:
@@ -154,6 +161,8 @@ def fit_everyone(
             model.
         again: make the same users with everybody's rows split in another way. Each user's verdict
             is then on the mean of all splits.
+        contributions: write what others add to contributions.json in everybody's folder, and on
+            the pages.
         seed: what the initial weights and the batches depend on; in the k-th other split, seed + k.
         settings: `metrics`, names of metrics to report; the others are passed on to
             `coterie.train_everyone`: steps, lr, batch_size, device, resume, …
@@ -178,8 +187,24 @@ def fit_everyone(
                 splits[name].append(Split.of(other.runs[name]))
         left_out = {name: f"left out: {why}" for name, why in table.left_out.items()}
         runs = replace(runs, not_trained={**left_out, **runs.not_trained})
+        folders = folder_names(list(runs.runs))
         try:
-            _write(out, runs, table, model=model, user_column=user_column, splits=splits)
+            given = {name: run.contributions() for name, run in runs.runs.items() if contributions}
+            more = {
+                name: [
+                    *(
+                        [judge_over_splits(run, splits[name])]
+                        if len(splits.get(name, "")) > 1
+                        else []
+                    ),
+                    *([contributed(given[name], out / folders[name])] if given else []),
+                ]
+                for name, run in runs.runs.items()
+            }
+            _write(out, runs, table, model=model, folders=folders, more=more)
+            pages = {name: f"{place}/index.html" for name, place in folders.items()}
+            write_everyone_page(out / "index.html", runs, pages, gifts(given) if given else None)
+            files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
         except FileError as error:
             raise FileError(
                 f"{error}. The models are trained: `--resume` will write them then", runs
@@ -216,28 +241,25 @@ def _write(
     table: TableUsers,
     *,
     model: str,
-    user_column: str,
-    splits: Mapping[str, Sequence[Split]],
+    folders: Mapping[str, str],
+    more: Mapping[str, Sequence[Section]],
 ) -> None:
-    """Write everybody's model, preparation and page, then the page of all, and last which folder is whose."""
-    preparation = table.preparation
+    """Write everybody's model, preparation and page."""
+    preparation, users = table.preparation, {user.name: user for user in table.users}
 
     def write(folder: Path, run: Run) -> None:
         preparation.save(folder)
         save_model(folder, run.model, model, preparation.n_inputs, preparation.n_outputs)
 
-    folders, users = folder_names(list(runs.runs)), {user.name: user for user in table.users}
     for name, run in runs.runs.items():
         write(out / folders[name], run)
-        more = [judge_over_splits(run, splits[name])] if len(splits.get(name, ())) > 1 else []
+        save_calibration(out / folders[name], run, preparation)
         about = preparation, table.target, table.test_rows[name]
         shares = class_shares([users[name]], preparation)
-        write_report(out / folders[name], run, *about, shares=shares, more=more)
+        write_report(out / folders[name], run, *about, shares=shares, more=more[name])
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
-    pages = {name: f"{place}/index.html" for name, place in folders.items()}
-    write_everyone_page(out / "index.html", runs, pages)
-    files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
+        save_pooled_calibration(out / POOLED, runs.pooled.model, table.users, preparation)
 
 
 def measured(

@@ -19,7 +19,7 @@ from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import Candidates, guesses
 from coterie.mixture.families import LOSS, Array, Family
 from coterie.mixture.fit import Fitted, clearly_more
-from coterie.mixture.mixing import LEAST, Entry, halves, mix, weights_of
+from coterie.mixture.mixing import LEAST, MixtureEntry, halves, mix, weights_of
 from coterie.mixture.served import Constant, Predictor, give
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import random_key
@@ -215,7 +215,7 @@ class HeldOutEvaluations:
         parameters[-1, 0] = outputs[0]
         return Candidates(parameters=parameters, **about)
 
-    def model(self, entry: Entry) -> nn.Module:
+    def model(self, entry: MixtureEntry) -> nn.Module:
         """Return what an entry of the leaderboard serves."""
         model = copied(self.spec.model)
         layer = linear_of(model)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from coterie.engines.in_process.passes import Passes
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.mixture.answers import EStep
 from coterie.mixture.families import FAMILIES
-from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Rows
 from coterie.users.user import User
 

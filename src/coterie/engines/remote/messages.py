@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.compression import relative_error
 from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
-from coterie.engines.rounding import relative_error
 from coterie.errors import printable
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
-from coterie.mixture.peer import EStep
+from coterie.mixture.answers import EStep
 from coterie.mixture.posterior import Priors
 from coterie.mixture.scaling import Scaling
 from coterie.privacy.masks import N_CHECKS, NoiseShare, Words

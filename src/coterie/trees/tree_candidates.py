@@ -20,7 +20,7 @@ from coterie.trees.boosting import (
     outputs_grown,
     peers_here,
 )
-from coterie.trees.served import Trees, of_boosted, of_forest
+from coterie.trees.tensors import Trees, of_boosted, of_forest
 
 FEWEST = 10
 """With fewer own rows there are no trees."""
@@ -36,7 +36,7 @@ GROWTH = Growth()
 Data = tuple[Array, Array]
 
 
-class Units:
+class TreeUnits:
     """Targets in units in which a first tree is a fair step, and the way back."""
 
     def __init__(self, targets: Array, family: Family) -> None:
@@ -111,7 +111,7 @@ def boosted(
         growth: how ensembles grow.
         elsewhere: what asks peers who are elsewhere, in the place of `peers`.
     """
-    units, bins = Units(own[1], family), Bins.of(own[0])
+    units, bins = TreeUnits(own[1], family), Bins.of(own[0])
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])
     weights = np.concatenate([seen * count for count in KINDS.values()], 1)
@@ -141,7 +141,7 @@ def boosted(
 
 
 def _module(
-    grown: Grown, look: int, ensemble: int, bins: Bins, units: Units, *, grows: Sequence[int]
+    grown: Grown, look: int, ensemble: int, bins: Bins, units: TreeUnits, *, grows: Sequence[int]
 ) -> Trees:
     base = units.back(grown.intercepts[look, ensemble])
     trees = grown.trees[: grown.looks[look]]
