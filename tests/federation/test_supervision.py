@@ -93,11 +93,11 @@ def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: 
         lambda: server.joins("stranger"),
         server.ends,
     ]
-    ended = supervision.supervise(server.folder, wait=0.0, show_line=said.append, progress=False)
+    ended = supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
     assert ended == "it is over"
     assert server.submitted == [f"job {k}" for k in range(1, 9)]
     assert server.ended == server.submitted[:7]
-    assert sum("started anew: b" in line for line in said) == 7
+    assert sum("back: b" in line for line in said) == 7
     assert not (server.folder / SUBMITTED).exists()
 
 
@@ -111,7 +111,7 @@ def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
 
     monkeypatch.setattr(supervision, "lead", alone)
     server.befalls = [server.dies] * 3
-    supervision.supervise(server.folder, attempts=3, show_line=said.append, progress=False)
+    supervision.follow(server.folder, attempts=3, show_line=said.append, progress=False)
     assert len(server.submitted) == 3
     assert said[-1] == "3 jobs have ended early; going on alone"
 
@@ -121,7 +121,7 @@ def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
 ) -> None:
     server.here = []
     with pytest.raises(CoterieError, match="0 of 2 sites are connected after 0 s"):
-        supervision.supervise(server.folder, wait=0.0, progress=False)
+        supervision.follow(server.folder, wait=0.0, progress=False)
     monkeypatch.setattr(supervision, "lead", lambda folder, sites: server.ends())
     server.here = ["a"]
 
@@ -131,7 +131,7 @@ def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
 
     server.befalls = [lost]
     said: list[str] = []
-    supervision.supervise(server.folder, wait=0.0, show_line=said.append, progress=False)
+    supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
     assert said[-1] == "no site is left; going on alone"
 
 
@@ -144,7 +144,7 @@ def test_a_refused_run_is_told_by_the_command(server: Server) -> None:
 
     server.befalls = [refuses]
     with pytest.raises(KnobError, match="a gives 50 more gradients"):
-        supervision.supervise(server.folder, progress=False)
+        supervision.follow(server.folder, progress=False)
 
 
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP", "stop"])

@@ -212,6 +212,11 @@ class OngoingRun(ResumableRun):
         for name, reason in step.left_out.items():
             counts = self.left_out.setdefault(name, {})
             counts[reason] = counts.get(reason, 0) + 1
+            stretches, taken = self.absent.setdefault(name, []), self.learner.step - 1
+            if stretches and stretches[-1][1] == taken - 1:
+                stretches[-1][1] = taken
+            else:
+                stretches.append([taken, taken])
         return self.losses[-1], step.left_out
 
     def _restarted(self, guard: Guard) -> NextStep:
@@ -312,6 +317,7 @@ class OngoingRun(ResumableRun):
             guard=decision,
             tau=self.tau(),
             left_out=self.left_out,
+            absent=self.absent,
             costs=learner.costs.by_user(),
             traffic=traffic,
             promises=engine.promises() if isinstance(engine, TellsPromises) else {},

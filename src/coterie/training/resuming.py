@@ -54,6 +54,8 @@ class ResumableRun:
     def __init__(self, spec: RunSpec, learner: Learner, guard: Guard | None) -> None:
         self.spec, self.learner, self.guard = spec, learner, guard
         self.left_out: dict[str, dict[str, int]] = {}  # how often each peer was, by reason
+        # the steps without each peer: the first and the last one of every stretch
+        self.absent: dict[str, list[list[int]]] = {}
         self.travelled: dict[str, Traffic] = {}  # before this session
         self.losses: list[float] = []  # user 0's, since the last evaluation
         self.folder = RunFolder()
@@ -95,6 +97,7 @@ class ResumableRun:
             "learner": self.learner.state_dict(),
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
+            "absent": self.absent,
             "traffic": _plain(total(self.travelled, self.learner.engine.traffic())),
             "losses": self.losses,
             "costs": _plain(self.learner.costs.by_user()),
@@ -147,6 +150,7 @@ class ResumableRun:
                 " folder"
             )
         self.left_out, self.losses = state["left_out"], state["losses"]
+        self.absent = state.get("absent", {})  # which earlier versions did not note
         self.travelled = {name: Traffic(**each) for name, each in state["traffic"].items()}
         self.learner.costs.load(state["costs"])
 
