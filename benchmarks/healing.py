@@ -48,7 +48,7 @@ assert _SPEC.loader is not None
 consortium: Any = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(consortium)
 
-OPTIONS = ["--rule", "wga", "--own-examples", "40", "--timeout", "5", "--evaluate-every", "20"]
+OPTIONS = ["--rule", "wga", "--own-examples", "40", "--timeout", "5"]
 OPTIONS += ["--steps", "1000000"]
 LIFTED = "gradients = inf"
 """In place of a site's cap."""
@@ -109,8 +109,7 @@ def again(folder: Path, sites: Sequence[str], end: Any) -> Any:
         shutil.copytree(folder / "sites" / site, copy, ignore=ignored)
         peers[site] = peer_of(copy)
     knobs = {
-        name: getattr(settings.training, name)
-        for name in ("seed", "steps", "lr", "batch_size", "evaluate_every")
+        name: getattr(settings.training, name) for name in ("seed", "steps", "lr", "batch_size")
     }
     here = Absent(LocalSites(peers), end.absent)
     engine = partial(Remote, sites=here, names=sites, misses=10**9)
@@ -180,12 +179,12 @@ def main(times: int, seed: int, pause: float) -> None:
                 f" {longest_pause(others, since):.1f} s (load {os.getloadavg()[0]:.0f})",
                 flush=True,
             )
-        subprocess.run([*consortium.COTERIE, "stop", str(folder)], check=True)
+        subprocess.run([*consortium.COTERIE, "stop", str(folder)], check=True)  # noqa: S603
         until(lambda: "--resume" in (folder / "said.txt").read_text(), "the stop")
         steps = coterie.Record.load(folder / RUN).end.step + 10
         text = (folder / "coterie.toml").read_text(encoding="utf-8")
         (folder / "coterie.toml").write_text(text.replace("steps = 1000000", f"steps = {steps}"))
-        subprocess.run([*run, "--resume"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*run, "--resume"], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
     compare(folder, sites)
 
 

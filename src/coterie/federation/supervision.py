@@ -15,7 +15,7 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.everyone.relay import MEMBERS, unfinished
 from coterie.federation.job import write_job
-from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
+from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import MIXTURE, lead_settings, members_of
 from coterie.federation.watching import Joined, RunWatch
@@ -204,8 +204,7 @@ class Jobs:
                     (self.out / name).exists() for name in (SUMMARY, REFUSED)
                 ):  # NVFLARE takes some seconds more to clear up
                     return status
-                if not self.path.exists():  # `stop` has taken it away
-                    raise KeyboardInterrupt
+                _check_wanted(self.path)
                 back = self.joined() | (here - self.asked)
                 if back and self._has_begun():
                     names = ", ".join(sorted(back))
@@ -286,6 +285,12 @@ def connected_sites(folder: Path, names: Sequence[str], wait: float) -> set[str]
     """Return which sites the server hears now."""
     with session_of(folder / "lead", wait) as session:
         return _heard(session, names)
+
+
+def _check_wanted(path: Path) -> None:
+    """End where `stop` has taken the job's name away."""
+    if not path.exists():
+        raise KeyboardInterrupt
 
 
 def _status(session: Any, job: str) -> str:
