@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.errors import CoterieError, KnobError
 from coterie.federation import supervision
-from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY
+from coterie.federation.lead import NEXT, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.supervision import SUBMITTED
 from coterie.federation.watching import LOG
 from coterie.recording import Configuration, Point, Record, UserSummary
@@ -41,7 +41,7 @@ class Server:
         yield SimpleNamespace(
             get_system_info=lambda: SimpleNamespace(client_info=clients),
             submit_job=self._submit,
-            get_job_meta=lambda job: {"status": self._next() or "RUNNING"},
+            get_job_meta=lambda job: {"status": self._status(job)},
             abort_job=self.ended.append,
         )
 
@@ -49,8 +49,20 @@ class Server:
         self.submitted.append(f"job {len(self.submitted) + 1}")
         return self.submitted[-1]
 
-    def _next(self) -> str | None:
-        return self.befalls.pop(0)()
+    def _status(self, job: str) -> str:
+        """Let the next thing befall the job that is oldest; one that is to follow waits."""
+        running = [each for each in self.submitted if each not in self.ended]
+        if job in self.submitted and job not in running:
+            return "FINISHED:ABORTED"
+        status = self.befalls.pop(0)() if job not in running[1:] else None
+        if status is not None:
+            self.ended.append(job)
+        return status or "RUNNING"
+
+    def waits(self) -> str | None:
+        """Let the job that was submitted last say that it is ready."""
+        (self.folder / RUN / NEXT).touch()
+        return None
 
     def joins(self, name: str) -> str | None:
         with (self.folder / "server" / LOG).open("a") as log:
@@ -89,7 +101,7 @@ def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: 
     said: list[str] = []
     server.befalls = [
         lambda: begins(server),
-        *[lambda: server.joins("b"), lambda: None] * 7,  # more often than `attempts`
+        *[lambda: server.joins("b"), lambda: None, server.waits] * 7,  # more often than `attempts`
         lambda: server.joins("stranger"),
         server.ends,
     ]

@@ -76,7 +76,10 @@ class SpareLauncher(ProcessJobLauncher):  # type: ignore[misc]  # NVFLARE has no
     def _load(self) -> "subprocess.Popen[str]":
         """Return a process that waits, or will when it has loaded."""
         with self._lock:
-            if self._spare is None or self._spare.poll() is not None:
+            if self._spare is not None and self._spare.poll() is not None:
+                self._spare.stdin.close()  # type: ignore[union-attr]  # a pipe
+                self._spare = None
+            if self._spare is None:
                 self._spare = subprocess.Popen(  # noqa: S603  # our own arguments
                     [sys.executable, "-u", "-m", __spec__.name, *self.modules],
                     stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.everyone.relay import MEMBERS, unfinished
 from coterie.federation.job import write_job
-from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
+from coterie.federation.lead import NEXT, RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import MIXTURE, lead_settings, members_of
 from coterie.federation.watching import Joined, RunWatch
@@ -31,7 +31,7 @@ SECONDS_TO_RECONNECT = 10.0
 SECONDS_A_SIGN_OF_LIFE_LASTS = 4 * SECONDS_BETWEEN_SIGNS_OF_LIFE
 
 SUBMITTED = "submitted.txt"
-"""NVFLARE's name of the job that runs, in user 0's folder; the job is to end where it is gone."""
+"""NVFLARE's names of the jobs that run, in user 0's folder; they are to end where it is gone."""
 
 
 def follow(
@@ -96,13 +96,18 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
     path = folder / SUBMITTED
     if not path.exists():
         return False
-    job = path.read_text(encoding="utf-8")
+    jobs = _submitted(path)
     path.unlink()  # whoever follows it submits no other
     with session_of(folder / "lead", wait) as session:
-        running = not _status(session, job).startswith("FINISHED")
-        if running:
+        running = [job for job in jobs if not _status(session, job).startswith("FINISHED")]
+        for job in running:
             session.abort_job(job)
-    return running
+    return bool(running)
+
+
+def _submitted(path: Path) -> list[str]:
+    """Return NVFLARE's names of the job that runs, and of one that is to go on from it."""
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 class Jobs:
@@ -173,51 +178,72 @@ class Jobs:
                 " start with `federate site`"
             )
         if enough:
-            self._submit(session, here)
+            for name in (SUMMARY, REFUSED):  # by which an end is known
+                (self.out / name).unlink(missing_ok=True)
+            self.path.write_text(f"{self._submit(session, here)}\n", encoding="utf-8")
         return enough
 
-    def _submit(self, session: Any, here: Collection[str]) -> None:
-        """Submit a job to these sites."""
-        for name in (SUMMARY, REFUSED):  # by which an end is known
-            (self.out / name).unlink(missing_ok=True)
+    def _submit(self, session: Any, here: Collection[str]) -> str:
+        """Submit a job to these sites, and return NVFLARE's name of it."""
         self.joined()
         self.joined.names.clear()
         self.asked = set(here)
         job = write_job(self.folder.absolute() / "job", sorted(here), everyone=self.everyone)
-        self.path.write_text(session.submit_job(str(job)), encoding="utf-8")
+        return str(session.submit_job(str(job)))
+
+    def _note(self, *jobs: str) -> None:
+        """Write down the jobs that run, unless `stop` has taken the file away."""
+        with self.path.open("r+", encoding="utf-8") as file:
+            file.truncate()
+            file.write("".join(f"{job}\n" for job in jobs))
 
     def _watch(self, session: Any) -> str:
         """Show the run until NVFLARE says that the job has ended, and return how.
 
-        Ctrl-C ends the job. A site that has joined since it began is in no job: what is left is
-        submitted anew, with all who are here, and the job ends; the next one waits for that.
+        A site that has joined since a job began is in no job. What is left is submitted anew, with
+        all who are here; the job ends once the next one waits for that. Ctrl-C ends all.
         """
-        job = self.path.read_text(encoding="utf-8")
+        job, *later = _submitted(self.path)
         try:
             while True:
                 self.show_new()
                 try:
-                    status, here = _status(session, job), _heard(session, self.names)
+                    states = [_status(session, each) for each in (job, *later)]
+                    here = _heard(session, self.names)
                 except Exception as error:  # NVFLARE raises several kinds
                     return f"the server does not answer, {type(error).__name__}"
-                if status.startswith("FINISHED") or any(
-                    (self.out / name).exists() for name in (SUMMARY, REFUSED)
-                ):  # NVFLARE takes some seconds more to clear up
-                    return status
+                if any((self.out / name).exists() for name in (SUMMARY, REFUSED)):
+                    return states[0]  # NVFLARE takes some seconds more to clear up
+                over = [state.startswith("FINISHED") for state in states]
+                if all(over):
+                    return states[0]
                 _check_wanted(self.path)
+                if later and (over[0] or (self.out / NEXT).exists()):
+                    self._abort(session, job)
+                    job, later = later[0], []
+                    self._note(job)
+                elif any(over):  # the next one has not begun: another try
+                    later, self.asked = [], self.asked & here
+                    self._note(job)
                 back = self.joined() | (here - self.asked)
-                if back and self._has_begun():
+                if back and not later and self._has_begun():
                     names = ", ".join(sorted(back))
                     self.show_line(f"back: {names}; going on in a job with all that are here")
-                    session.abort_job(job)
-                    self._submit(session, here | back)
-                    job = self.path.read_text(encoding="utf-8")
+                    (self.out / NEXT).unlink(missing_ok=True)
+                    later = [self._submit(session, here | back)]
+                    self._note(job, *later)
                 time.sleep(SECONDS_BETWEEN_POLLS)
-        except (
-            KeyboardInterrupt
-        ):  # else the sites would go on giving gradients, with nobody to see it
-            session.abort_job(job)
+        except KeyboardInterrupt:
+            later += [job]  # else the sites would go on giving gradients, with nobody to see it
             raise
+        finally:
+            self._abort(session, *later)
+
+    @staticmethod
+    def _abort(session: Any, *jobs: str) -> None:
+        for job in jobs:
+            with contextlib.suppress(Exception):  # the server, or the job, may be gone
+                session.abort_job(job)
 
     def _has_begun(self) -> bool:
         return (self.out / (MEMBERS if self.everyone else RECORD)).exists()
