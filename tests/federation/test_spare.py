@@ -31,7 +31,10 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpareLauncher:
     monkeypatch.setattr(spare, "SECONDS_TO_THE_NEXT", 60.0)
     command = f"{sys.executable} -m job_of_the_test -m 'a folder' --set x=1"
     monkeypatch.setitem(spare.COMMAND, "site", lambda context: command)
-    monkeypatch.setattr(spare.job_launcher_utils, "get_credential_env", lambda args: {"TOKEN": "s"})
+    monkeypatch.setattr(
+        "coterie.federation.spare.job_launcher_utils.get_credential_env",
+        lambda args: {"TOKEN": "s"},
+    )
     return SpareLauncher("site", ["json"])
 
 

@@ -87,12 +87,15 @@ class LivePage(Hook):
             self._asked, self._asked_at = self.sites.ask(self.names, "ready", self.timeout), now
 
     def _write(self, step: Step) -> None:
-        shares, traffic = step.tau(), {} if self.engine is None else self.engine.traffic()
+        traffic = {} if self.engine is None else self.engine.traffic()
+        # that of who is left out went back to user 0's own gradient
+        shares = {n: share for n, share in step.tau().items() if n not in step.left_out}
+        of_all = step.weight / (sum(shares.values()) or math.inf)
         rows = [
             {
                 "site": name,
-                "of the peers' weight": f"{shares.get(name, 0.0):.2f}",
                 "in the last step": step.left_out.get(name, "answered"),
+                "its weight": f"{of_all * shares.get(name, 0.0):.2f}",
                 "still gives": _left_at(self._terms.get(name)),
                 "messages": traffic[name].messages if name in traffic else 0,
             }
@@ -104,7 +107,7 @@ class LivePage(Hook):
         lead = Lead(f"step {step.step} of {self._steps}: {said}{self._left(step.step)}")
         sections = [
             Section("Sites", tables=[rows]),
-            Section("Losses", charts=[losses] if losses else []),
+            *([Section("Losses", charts=[losses])] if losses else []),
             Section("News", text=[printable(line) for line in news[-LINES_OF_NEWS:]]),
         ]
         write_page(self.out / LIVE, self._title, sections, lead=lead, script=RELOAD)

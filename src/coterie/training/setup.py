@@ -10,6 +10,8 @@ from functools import partial
 from typing import cast
 
 from coterie.arguments import shown
+from coterie.choosing import Mixture
+from coterie.engines.capabilities import LimitsExchanges
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
@@ -49,6 +51,8 @@ def opened(spec: RunSpec, stack: ExitStack) -> Engine:
             )
         stack.callback(engine.close)
     algorithm_of(spec.rule).check(spec, engine)
+    if isinstance(engine, LimitsExchanges) and not isinstance(spec.rule, Alone | Mixture):
+        engine.check_exchanges(-(-spec.steps // spec.exchange_every))
     return engine
 
 
