@@ -19,7 +19,7 @@ from coterie.mixture.candidates import (
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import MixtureEntry, mix, told
 from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
+from coterie.mixture.prior import Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
@@ -35,7 +35,6 @@ class Fitted:
     entries: Mapping[str, MixtureEntry]  # of each kind of candidates
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
-    exchanges: int
     # the mixture is clearly worse than a constant on the own rows: that is served
     is_constant: bool = False
 
@@ -82,11 +81,10 @@ def fit(
     )
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
-    flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
+    flat, found = flat_prior(d, k, intercept=scaling.intercept), None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
     if linear and peers:
-        asking = find_priors(rows, family, seen, peers, intercept=scaling.intercept)
-        found, exchanges = yield from _counted(asking)
+        found = yield from find_priors(rows, family, seen, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         common = np.where(flat > 1, flat, COMMON)
@@ -125,23 +123,8 @@ def fit(
         entries,
         tau,
         views - 1,
-        exchanges,
         is_constant=is_constant,
     )
-
-
-def _counted(
-    asking: Generator[PriorQuestion, PriorAnswer, Found],
-) -> Generator[PriorQuestion, PriorAnswer, tuple[Found, int]]:
-    """Pass questions and answers on, and count them."""
-    count, question = 0, next(asking)
-    while True:
-        answer = yield question
-        count += 1
-        try:
-            question = asking.send(answer)
-        except StopIteration as end:
-            return end.value, count
 
 
 def clearly_more(differences: Array, folds: int = FOLDS) -> bool:

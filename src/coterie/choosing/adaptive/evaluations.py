@@ -161,7 +161,7 @@ class HeldOutEvaluations:
         is_constant = guess is not None and clearly_more(served.losses - guess.losses)
         return Fitted(
             served if guess is None or not is_constant else guess,
-            *(alone, entries, np.zeros(0), int(self.folds.max()) + 1, 0),
+            *(alone, entries, np.zeros(0), int(self.folds.max()) + 1),
             is_constant=is_constant,
         )
 
