@@ -66,7 +66,7 @@ def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path)
     assert held == {model.base[1].weight.data_ptr()}  # also where many models are mixed
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     largest = max(path.stat().st_size for path in (tmp_path / "checkpoints").iterdir())
-    assert largest < FROZEN / 10
+    assert largest < FROZEN / 4  # candidates are in it, of a few numbers each
     # adaptive averaging divides its steps, and goes on with as many only
     steps = 20 if rule is None else 30
     again = coterie.train(

@@ -157,11 +157,11 @@ def test_with_few_examples_the_better_of_the_two_is_served_too(n: int) -> None:
     few = coterie.User("me", *examples(12, 0), validation=examples(n, 1))
     # a mixture has half of its prior on Alone, and may lose a little to it
     slack = {coterie.WeightedAveraging(0.9): 1e-6, coterie.AdaptiveAveraging(): 0.01}
-    for rule in slack:
+    for rule, more in slack.items():
         guarded = run(few, "wrong", rule)
         assert guarded.alone is not None
         alone = coterie.evaluate(guarded.alone, cross_entropy, few.validation)["loss"]  # type: ignore[arg-type]
-        assert held_out_loss(guarded, few) <= alone + slack[rule]
+        assert held_out_loss(guarded, few) <= alone + more
 
 
 def differences(kind: str, n: int, random: np.random.Generator, looks: int) -> np.ndarray[Any, Any]:

@@ -159,8 +159,9 @@ def test_the_account_is_complete_and_plain() -> None:
     assert set(told["leaderboard"]) == {
         *("served", "constant", "alone", "branch", "branch from pooled", "pooled")
     }
-    kinds = [one["weight"] for one in list(told["leaderboard"].values())[1:]]
-    assert sum(kinds[1:]) == pytest.approx(1)
+    weights = {kind: one["weight"] for kind, one in told["leaderboard"].items()}
+    assert weights.pop("served") == 1
+    assert sum(weights.values()) == pytest.approx(1)
     assert told["out_of_fold"] == told["leaderboard"]["served"]["loss"]
     assert json.loads(json.dumps(told)) == told
     asked = run.record.end.costs["alike 0"]
