@@ -58,7 +58,7 @@ def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path)
     run = coterie.train(
         model, mse_loss, me, peers, rule, steps=20, guard=guard, out=tmp_path, trackers=()
     )
-    frozen = model.base[1].weight
+    frozen: Any = model.base[1].weight
     held = {part.data_ptr() for part in run.model.parameters() if part.shape == frozen.shape}
     assert held == {frozen.data_ptr()}  # also where many models are mixed
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
