@@ -27,8 +27,7 @@ from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.recording.record import Record
 from coterie.rules import Alone
 from coterie.training import setup
-from coterie.training.algorithm import algorithm_of
-from coterie.training.choose import with_choice
+from coterie.training.algorithm import algorithm_of, with_choice
 from coterie.training.loop import Loop
 from coterie.training.ongoing import OngoingRun, Taken
 from coterie.training.run import Run, Stopped
@@ -231,7 +230,7 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
                 run = error.run
             runs[each.place] = run
             stopped = stopped or (run is not None and run.stopped is Stopped.CTRL_C)
-    in_order = [runs[place] for place in range(len(specs))]
+    in_order = [runs[place] and replace(runs[place], spec=spec) for place, spec in enumerate(specs)]
     if errors:
         raise UserCodeError(
             f"{errors[0]}; all runs are in this error's `run`", in_order
