@@ -17,7 +17,7 @@ from coterie.mixture.candidates import (
     paths,
 )
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import MixtureEntry, mix, told
+from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows, outputs_of
 from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
@@ -117,7 +117,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = clearly_more(served.losses - guess.losses, views - 1)
+    is_constant = bool(served.losses.mean() > guess.losses.mean())
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -142,11 +142,6 @@ def _counted(
             question = asking.send(answer)
         except StopIteration as end:
             return end.value, count
-
-
-def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
-    """Say whether differences are above 0 in the mean, by the interval that is told."""
-    return told(differences, folds).low > 0
 
 
 Ask = Callable[[PriorQuestion], PriorAnswer]
