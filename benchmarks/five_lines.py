@@ -24,7 +24,7 @@ import pandas as pd
 from sklearn.datasets import load_digits
 
 import coterie
-from coterie.data.digits import BOUNDS
+from coterie.data.handwriting import BOUNDS
 
 PYTHON = """
 import torch, coterie

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from coterie.benchmark.models import MODELS
+from coterie.benchmark.networks import MODELS
 from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tasks import SetTask, candidates, task_of
 from coterie.users.sampling import seeded

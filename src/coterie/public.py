@@ -28,7 +28,7 @@ from coterie.rules import (
     register_rule,
 )
 from coterie.training.hooks import Hook
-from coterie.training.many.train import train_many
+from coterie.training.many import train_many
 from coterie.training.run import Run, Step
 from coterie.training.trackers import register_tracker
 from coterie.training.train import train

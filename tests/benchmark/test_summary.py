@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from coterie.benchmark.methods import names
-from coterie.benchmark.page import conclusion
-from coterie.benchmark.summary import by_condition, by_user, overall, summary, table
+from coterie.benchmark.results import conclusion
+from coterie.benchmark.totals import by_condition, by_user, overall, summary, table
 from coterie.reporting.figures import differences
 
 

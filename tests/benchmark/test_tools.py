@@ -15,7 +15,7 @@ from coterie.benchmark import Population, Selection
 from coterie.benchmark.methods import DEFAULT, contender
 from coterie.benchmark.sets import SETS
 from coterie.benchmark.tasks import SetTask, task_of
-from coterie.benchmark.tools import TOOLS, Rows, Tool, _around
+from coterie.benchmark.tools import TOOLS, Tool, ToolRows, _around
 from coterie.users.examples import InMemory
 
 RNG = np.random.default_rng(0)
@@ -85,11 +85,11 @@ def test_the_penalised_fit_is_that_of_scikit_learn_where_the_centre_is_zero() ->
         .fit(marked, y)
         .coef_.T
     )
-    ours = _around(Rows(x, y), np.zeros((5, 3)), np.array([0.3]), 3)
+    ours = _around(ToolRows(x, y), np.zeros((5, 3)), np.array([0.3]), 3)
     np.testing.assert_allclose(ours, theirs, atol=1e-3)
     centre, numbers = RNG.normal(size=(5, 1)), RNG.normal(size=50)
     model = Ridge(alpha=1 / 0.3, fit_intercept=False).fit(marked, numbers - marked @ centre[:, 0])
-    moved = _around(Rows(x, numbers), centre, np.array([0.3]), 0)
+    moved = _around(ToolRows(x, numbers), centre, np.array([0.3]), 0)
     np.testing.assert_allclose(moved[:, 0], centre[:, 0] + model.coef_, atol=1e-9)
 
 

@@ -14,10 +14,10 @@ from tests.support.examples import everything
 from tests.support.populations import make, parts, people, rows_of
 from torch.optim.lr_scheduler import LinearLR
 
+from coterie.benchmark.contenders import BUDGET, RATES, Contender, Fixed, MethodSetting
 from coterie.benchmark.methods import contender, names
-from coterie.benchmark.models import MODELS
+from coterie.benchmark.networks import MODELS
 from coterie.benchmark.population import Population
-from coterie.benchmark.settings import BUDGET, RATES, Contender, Fixed, Setting
 from coterie.benchmark.tasks import SetTask
 from coterie.benchmark.tools import OURS, TOOLS
 from coterie.benchmark.tuning import Tuning
@@ -25,13 +25,13 @@ from coterie.evaluation.evaluate import evaluate
 from coterie.learners.spec import RunSpec
 from coterie.registry import RunFacts
 from coterie.rules import Alone
-from coterie.training.many.train import train_many
+from coterie.training.many import train_many
 from coterie.training.train import train, train_spec
 from coterie.users.examples import InMemory
 from coterie.users.user import User
 
 
-def settings(name: str) -> tuple[Setting, ...]:
+def settings(name: str) -> tuple[MethodSetting, ...]:
     one = contender(name)
     assert isinstance(one, Contender)
     return one.settings
@@ -136,7 +136,7 @@ def test_the_tail_is_the_mean_of_the_last_half_and_fine_tuning_starts_from_the_p
     task = make(people())
     model = MODELS["linear"](3, 4)
     tuned = Tuning(task, model, steps=4, batch_size=32, seed=0)
-    tail = tuned.trial(Setting(Fixed(Alone()), tail_average=True), 0.1)
+    tail = tuned.trial(MethodSetting(Fixed(Alone()), tail_average=True), 0.1)
     steps = [Tuning(task, model, steps=n, batch_size=32, seed=0) for n in (3, 4)]
     last = []
     for one in steps:

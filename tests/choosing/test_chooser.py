@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import User
-from coterie.choosing import Choice, Chooser, chooser_for
+from coterie.choosing import Chooser, RuleChoice, chooser_for
 from coterie.errors import KnobError
 from coterie.learners.spec import RunSpec
 
@@ -52,7 +52,7 @@ def test_a_choice_is_a_rule_that_its_account_gives_again(make: Callable[[], Any]
     assert isinstance(chooser, Chooser)
     assert not isinstance(chooser, coterie.Rule)
     choice = chooser.choose(run, engine_of(run))
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, RuleChoice)
     assert isinstance(choice.rule, coterie.Rule)
     assert chooser_for(choice.rule) is None
     assert chooser.rule_from(json.loads(json.dumps(choice.account))) == choice.rule
@@ -89,9 +89,9 @@ def test_a_rule_with_its_knobs_set_needs_no_chooser(rule: coterie.Rule) -> None:
 class HalfOfThePeers:
     """A chooser of a user's own."""
 
-    def choose(self, spec: Any, engine: coterie.Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: Any, engine: coterie.Engine, progress: bool | None = None) -> RuleChoice:
         account = {"first": engine.names[0], "sentence": "the first peer"}
-        return Choice(self.rule_from(account), account)
+        return RuleChoice(self.rule_from(account), account)
 
     def rule_from(self, account: Any) -> coterie.Rule:
         return coterie.WeightedAveraging(0.5, {account["first"]: 1.0})

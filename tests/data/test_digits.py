@@ -12,6 +12,7 @@ from tests.support.examples import everything
 from torch import Tensor
 
 import coterie
+from coterie.data import handwriting
 from coterie.errors import DataError
 
 BOUNDS = (0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667, 1797)
@@ -76,7 +77,7 @@ def test_the_seed_chooses_the_examples() -> None:
 
 
 def test_bounds_cover_all_rows() -> None:
-    assert coterie.data.digits.BOUNDS == BOUNDS
+    assert handwriting.BOUNDS == BOUNDS
     assert all(a < b for a, b in pairwise(BOUNDS))
     assert BOUNDS[-1] == len(load_digits().target)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from coterie.engines.asking import GradientsAtPoints, OwnUser, StackedGradients
 from coterie.engines.engine import PeerEvidence, Question
 from coterie.engines.in_process import copies
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
+from coterie.engines.in_process.stacked_sums import MAX_LAYOUTS, ExamplePool, StackedSums
 from coterie.users.examples import InMemory
 
 Users = Callable[..., list[coterie.User]]
@@ -217,6 +218,33 @@ def test_points_that_need_the_same_share_it(make_users: Users) -> None:
     asked[0, 0] = asked[1, :4] = True
     (one,) = stacked._passes(asked)
     assert one.there.sum(1).tolist() == [4, 16]  # who needs one user only is not taken through four
+
+
+def test_what_a_captured_step_reads_stays_where_it_is(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph holds addresses: where other memory came to lie there, indices were out of range on a GPU."""
+    users = make_users((13, 16, 9))
+    engine = InProcess(network(), cross_entropy, users[0], users[1:])
+    pool = ExamplePool(users, torch.device("cpu"))
+    stacked = StackedSums(engine.copies(), pool, [pool.stream(user, 4, 0) for user in users])
+    made: list[Tensor] = []
+    make = stacked._passes
+
+    def passes(wanted: Tensor) -> Any:
+        made.append(wanted)
+        return make(wanted)
+
+    monkeypatch.setattr(stacked, "_passes", passes)
+    points, asked = torch.randn(2, 38, dtype=torch.float64), torch.ones(2, 3)
+    weights = torch.rand(2, 3, dtype=torch.float64)
+    first, _ = stacked.sums(points, weights, stacked.drawn(0), asked=asked)
+    for _ in range(2 * MAX_LAYOUTS):  # steps between that are taken one by one
+        stacked.sums(points, weights.clone(), stacked.drawn(0))
+    made.clear()
+    again, _ = stacked.sums(points, weights, stacked.drawn(0), asked=asked)
+    assert not made
+    assert torch.equal(again, first)
 
 
 def test_examples_that_users_share_are_kept_once() -> None:

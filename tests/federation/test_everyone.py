@@ -17,7 +17,7 @@ import coterie
 from coterie.cli import app
 from coterie.engines.remote.sites import Replies
 from coterie.errors import KnobError
-from coterie.federation.everyone.member import MemberRun
+from coterie.federation.everyone.member_run import MemberRun
 from coterie.federation.everyone.relay import MEMBERS, Standing, relay, unfinished
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.manifest import Kit

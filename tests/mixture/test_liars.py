@@ -8,9 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from coterie.mixture.answers import EStep
 from coterie.mixture.families import SQUARED, Array
 from coterie.mixture.fit import fit_here
-from coterie.mixture.peer import EStep
 from coterie.mixture.posterior import Rows
 
 RNG = np.random.default_rng(3)

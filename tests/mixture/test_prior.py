@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from coterie.mixture.answers import FARTHEST, EStep, Sums
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import asks_here, driven
-from coterie.mixture.peer import FARTHEST, EStep, Sums
 from coterie.mixture.posterior import Priors, Rows, most_probable
 from coterie.mixture.prior import (
     EXCHANGES,
     JOINT,
     POOLED,
     RELAXED,
-    Answer,
     Heard,
-    Question,
+    PriorAnswer,
+    PriorQuestion,
     find_priors,
     maximised,
 )
@@ -56,7 +56,7 @@ def test_the_m_step_is_that_of_a_plain_loop() -> None:
         variance=np.full((1, 1, 1), float(tau @ variances)),
     )
     priors = Priors(np.full((1, 1, 1), mean), np.full((1, 1, 1), variance), np.ones(1))
-    new = maximised(priors, Answer(given, np.ones(1)), tau[None])
+    new = maximised(priors, PriorAnswer(given, np.ones(1)), tau[None])
     n = 1 / sum(t**2 for t in tau)
     relaxed = min(RELAXED, 1 / (1 - tau @ variances / variance))
     expected = (mean + relaxed * first) * n / (n + variance)
@@ -72,7 +72,7 @@ def test_planted_users_are_found() -> None:
     questions = []
     ask = asks_here(peers, SQUARED)
 
-    def counting(question: Question) -> Answer:
+    def counting(question: PriorQuestion) -> PriorAnswer:
         questions.append(question)
         return ask(question)
 
@@ -106,7 +106,7 @@ def test_one_exchange_with_a_liar_moves_no_more_than_is_stated() -> None:
     priors = Priors(np.zeros((2, 1, 1)), np.full((2, 1, 1), 0.3), np.ones(1))
     ask = asked(priors)
     honest = ask.answer(planted(1, 30, np.zeros(2), np.zeros(2))[0])
-    question, most = Question(priors, np.full((1, 10), 0.1)), FARTHEST * np.sqrt(0.3)
+    question, most = PriorQuestion(priors, np.full((1, 10), 0.1)), FARTHEST * np.sqrt(0.3)
 
     def moved(last: Array) -> Priors:
         numbers = np.stack([honest] * 9 + [last])
@@ -178,23 +178,23 @@ def test_a_peer_that_dies_counts_as_it_last_did_until_it_is_back() -> None:
     before = Priors(np.zeros((2, 1, 1)), np.ones((2, 1, 1)), np.ones(1))
     after = Priors(np.full((2, 1, 1), 0.3), np.full((2, 1, 1), 0.8), np.ones(1))
     first = np.stack([asked(before).answer(rows) for rows in peers])
-    whole = heard.answer(Question(before, weights), asked(before), first)
+    whole = heard.answer(PriorQuestion(before, weights), asked(before), first)
     later = np.stack([asked(after).answer(rows) for rows in peers])
     gone = later.copy()
     gone[1] = np.nan
-    given = heard.answer(Question(after, weights), asked(after), gone)
+    given = heard.answer(PriorQuestion(after, weights), asked(after), gone)
     assert whole.answered == given.answered == 1
     mode = asked(before).read(first[1]).first + before.mean
     expected = (
         asked(after).read(later[0]).first + (mode - after.mean) + asked(after).read(later[2]).first
     ) / 3
     np.testing.assert_allclose(given.sums.first, expected)
-    back = heard.answer(Question(after, weights), asked(after), later)
+    back = heard.answer(PriorQuestion(after, weights), asked(after), later)
     np.testing.assert_allclose(
         back.sums.first, sum(asked(after).read(one).first for one in later) / 3
     )
     # one that was never there is left out
-    alone = Heard().answer(Question(after, weights), asked(after), gone)
+    alone = Heard().answer(PriorQuestion(after, weights), asked(after), gone)
     np.testing.assert_allclose(alone.answered, 2 / 3)
 
 
@@ -205,7 +205,7 @@ def test_the_pooled_model_is_that_of_those_who_are_there() -> None:
     ask, count = asks_here(peers, SQUARED), 0
     others = asks_here([*peers[:2], Rows(np.zeros((0, 3)), np.zeros((0, 1)))], SQUARED)
 
-    def leaving(question: Question) -> Answer:
+    def leaving(question: PriorQuestion) -> PriorAnswer:
         nonlocal count
         count += 1
         return ask(question) if count <= 4 else others(question)
@@ -235,6 +235,6 @@ def test_bad_questions_are_told() -> None:
 
 def test_a_prior_that_nobody_answered_stays() -> None:
     priors = Priors(np.full((2, 1, 1), 0.7), np.full((2, 1, 1), 0.2), np.ones(1))
-    kept = maximised(priors, Answer(zeros(2, 1), np.zeros(1)), np.full((1, 3), 1 / 3))
+    kept = maximised(priors, PriorAnswer(zeros(2, 1), np.zeros(1)), np.full((1, 3), 1 / 3))
     for a, b in zip(kept, priors, strict=True):
         np.testing.assert_array_equal(a, b)

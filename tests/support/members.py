@@ -18,7 +18,7 @@ import coterie
 from coterie.errors import PeerLost
 from coterie.federation import kits
 from coterie.federation.everyone import sealed_sites
-from coterie.federation.everyone.member import MemberRun
+from coterie.federation.everyone.member_run import MemberRun
 from coterie.federation.manifest import CERTIFICATES
 from coterie.federation.participants import LOG, lead_participant
 from coterie.federation.provisioning import Consortium

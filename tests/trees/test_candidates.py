@@ -15,8 +15,8 @@ from coterie.mixture.families import POISSON, SOFTMAX, SQUARED, Array
 from coterie.sklearn import CoterieClassifier, CoterieRegressor
 from coterie.tables.models import load_model, save_model
 from coterie.trees.boosting import Growth
-from coterie.trees.candidates import boosted, candidates, forest
-from coterie.trees.served import Trees
+from coterie.trees.tensors import Trees
+from coterie.trees.tree_candidates import boosted, candidates, forest
 
 SHORT = Growth(trees=10, looks=(5, 10))
 

@@ -12,8 +12,8 @@ can stay among them and do harm step after step. The guard protects user 0 from 
 from coterie.aggregators.coordinates import CoordinateMedian, Mean, TrimmedMean
 from coterie.aggregators.distances import CentredClipping, Krum, MultiKrum
 from coterie.aggregators.geometric_median import GeometricMedian
-from coterie.aggregators.mixing import Bucketing, NearestNeighbourMixing
 from coterie.aggregators.points import Aggregator, Points
+from coterie.aggregators.pre_aggregation import Bucketing, NearestNeighbourMixing
 from coterie.registry import FromRun, Registry
 
 __all__ = [

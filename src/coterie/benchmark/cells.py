@@ -10,13 +10,13 @@ from typing import Any
 
 import coterie
 from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.contenders import RATES, Contender
 from coterie.benchmark.methods import contender, names
-from coterie.benchmark.models import MODELS
+from coterie.benchmark.networks import MODELS
 from coterie.benchmark.sets import SETS, UserSet, load
-from coterie.benchmark.settings import RATES, Contender
-from coterie.benchmark.summary import ALONE
 from coterie.benchmark.tasks import candidates
 from coterie.benchmark.tools import Tool
+from coterie.benchmark.totals import ALONE
 from coterie.errors import KnobError, did_you_mean
 from coterie.recording import files
 

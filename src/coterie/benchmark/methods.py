@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.aggregators import AGGREGATORS
-from coterie.benchmark.settings import PLAIN_RATES, RATES, Contender, Knobs, Setting, schedules
+from coterie.benchmark.contenders import (
+    PLAIN_RATES,
+    RATES,
+    Contender,
+    Knobs,
+    MethodSetting,
+    schedules,
+)
 from coterie.benchmark.tools import OURS, TOOLS, Tool
 from coterie.errors import KnobError, did_you_mean
 from coterie.methods import METHODS, entry_of
@@ -22,17 +29,17 @@ ROBUST = "wga-"
 """With the name of an aggregator behind it: weighted averaging with that aggregator."""
 
 _ADAPTIVE = tuple(s for s in schedules(Knobs(RULES.entry("adaptive"))) if not s.tail_average)
-_POOLED = Setting(Knobs(RULES.entry("pooled")))
+_POOLED = MethodSetting(Knobs(RULES.entry("pooled")))
 _PLAIN = {
-    name: Setting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True)
+    name: MethodSetting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True)
     for name in ("alone", "pooled")
 }
 _AUTO = {"alpha": "auto", "beta": "auto"}
 
-VARIANTS: Mapping[str, tuple[Setting, ...]] = {
+VARIANTS: Mapping[str, tuple[MethodSetting, ...]] = {
     "fine-tuned": schedules(Knobs(RULES.entry("alone")), start=_POOLED)[:3],
     **{
-        f"wga-{alpha:g}": (Setting(Knobs(RULES.entry("wga"), {"alpha": alpha})),)
+        f"wga-{alpha:g}": (MethodSetting(Knobs(RULES.entry("wga"), {"alpha": alpha})),)
         for alpha in ALPHAS
     },
     "adaptive": _ADAPTIVE,
@@ -43,8 +50,8 @@ VARIANTS: Mapping[str, tuple[Setting, ...]] = {
         f"{name}-plain": (each, replace(each, lr_schedule="decreasing"))
         for name, each in _PLAIN.items()
     },
-    "wga-auto": (Setting(Knobs(RULES.entry("wga"), {"alpha": "auto"})),),
-    "bc-auto": (Setting(Knobs(RULES.entry("bc"), _AUTO)),),
+    "wga-auto": (MethodSetting(Knobs(RULES.entry("wga"), {"alpha": "auto"})),),
+    "bc-auto": (MethodSetting(Knobs(RULES.entry("bc"), _AUTO)),),
 }
 """Settings by name that are not those of one registered thing.
 
@@ -104,27 +111,27 @@ def contender(name: str) -> Contender | Tool:
         if rule.benchmark_settings is None:
             return Contender(name, schedules(Knobs(rule)))
         return Contender(
-            name, tuple(Setting(Knobs(rule, knobs)) for knobs in rule.benchmark_settings)
+            name, tuple(MethodSetting(Knobs(rule, knobs)) for knobs in rule.benchmark_settings)
         )
     if name in METHODS:
         return Contender(name, _plain(METHODS.entry(name)))
     return Contender(name, _robust(AGGREGATORS.entry(name.removeprefix(ROBUST))))
 
 
-def _plain(method: Entry[Any]) -> tuple[Setting, ...]:
+def _plain(method: Entry[Any]) -> tuple[MethodSetting, ...]:
     if method.benchmark_settings is None:
-        constant = Setting(Knobs(method), lrs=PLAIN_RATES)
+        constant = MethodSetting(Knobs(method), lrs=PLAIN_RATES)
         return (constant, replace(constant, lr_schedule="decreasing"))
     return tuple(
-        Setting(Knobs(method, knobs), lrs=PLAIN_RATES) for knobs in method.benchmark_settings
+        MethodSetting(Knobs(method, knobs), lrs=PLAIN_RATES) for knobs in method.benchmark_settings
     )
 
 
-def _robust(aggregator: Entry[Any]) -> tuple[Setting, ...]:
+def _robust(aggregator: Entry[Any]) -> tuple[MethodSetting, ...]:
     """Return averaging with an aggregator in the place of the peers' mean, for each α and each of its settings."""
     wga = RULES.entry("wga")
     return tuple(
-        Setting(Knobs(wga, {"alpha": alpha, "aggregator": FromRun(Knobs(aggregator, knobs))}))
+        MethodSetting(Knobs(wga, {"alpha": alpha, "aggregator": FromRun(Knobs(aggregator, knobs))}))
         for knobs in aggregator.benchmark_settings or ({},)
         for alpha in ALPHAS
     )
@@ -157,7 +164,7 @@ def swept(name: str, knobs: Sequence[str]) -> list[str | Contender]:
         text = ", ".join(f"{knob}={value}" for knob, value in chosen)
         make = Knobs(entry, {knob: _literal(value) for knob, value in chosen})
         rates = RATES if name in RULES else PLAIN_RATES
-        swept_over.append(Contender(f"{name}({text})", (Setting(make, lrs=rates),)))
+        swept_over.append(Contender(f"{name}({text})", (MethodSetting(make, lrs=rates),)))
     return swept_over
 
 

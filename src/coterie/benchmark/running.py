@@ -13,10 +13,10 @@ import torch
 
 from coterie.benchmark.cells import Cell, Selection, Store
 from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.contenders import Contender
 from coterie.benchmark.methods import DEFAULT
-from coterie.benchmark.page import write_results
+from coterie.benchmark.results import write_results
 from coterie.benchmark.sets import UserSet, load
-from coterie.benchmark.settings import Contender
 from coterie.benchmark.tasks import task_of
 from coterie.benchmark.tools import Tool
 from coterie.benchmark.tuning import Tuning

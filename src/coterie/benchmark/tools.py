@@ -33,7 +33,7 @@ STRENGTHS = tuple(float(s) for s in np.logspace(-3, 3, 9))
 
 
 @dataclass(frozen=True)
-class Rows:
+class ToolRows:
     """The rows of one user, or of several."""
 
     x: Numbers  # a row an example
@@ -43,7 +43,7 @@ class Rows:
 Predict: TypeAlias = Callable[[Numbers], Numbers]
 """From inputs to log-probabilities of all classes, or to numbers."""
 
-Fit: TypeAlias = Callable[[Rows, float], Predict]
+Fit: TypeAlias = Callable[[ToolRows, float], Predict]
 """From user 0's rows and a strength to what predicts for it."""
 
 
@@ -55,7 +55,7 @@ class Tool:
     """
 
     name: str
-    start: Callable[[Sequence[Rows], int], Fit]
+    start: Callable[[Sequence[ToolRows], int], Fit]
     strengths: tuple[float, ...] = STRENGTHS
 
     def fits(self, people: Population) -> bool:
@@ -92,29 +92,29 @@ class Tool:
         )
 
 
-def alone(peers: Sequence[Rows], n_classes: int) -> Fit:
+def alone(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Fit ridge or logistic regression to the own rows."""
     return lambda own, strength: _linear(own, n_classes, strength)
 
 
-def pooled(peers: Sequence[Rows], n_classes: int) -> Fit:
+def pooled(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Fit it to everybody's rows."""
     return lambda own, strength: _linear(_joined([own, *peers]), n_classes, strength)
 
 
-def users(peers: Sequence[Rows], n_classes: int) -> Fit:
+def users(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Fit it to everybody's rows with a column for each user."""
     marked = [_with_users(rows, k + 1, len(peers) + 1) for k, rows in enumerate(peers)]
 
-    def fit(own: Rows, strength: float) -> Predict:
+    def fit(own: ToolRows, strength: float) -> Predict:
         mine = _with_users(own, 0, len(peers) + 1)
         predict = _linear(_joined([mine, *marked]), n_classes, strength)
-        return lambda x: predict(_with_users(Rows(x, x), 0, len(peers) + 1).x)
+        return lambda x: predict(_with_users(ToolRows(x, x), 0, len(peers) + 1).x)
 
     return fit
 
 
-def towards(peers: Sequence[Rows], n_classes: int) -> Fit:
+def towards(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Fit the own rows, with the distance to the peers' solution penalised in the place of the distance to 0."""
     centre = _around(_joined(peers), np.zeros(_shape(peers[0], n_classes)), np.ones(1), n_classes)
     return lambda own, strength: _predicting(
@@ -122,7 +122,7 @@ def towards(peers: Sequence[Rows], n_classes: int) -> Fit:
     )
 
 
-def bayes(peers: Sequence[Rows], n_classes: int) -> Fit:
+def bayes(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Find the mean and the variance of each coefficient over the peers by EM, and take them as the prior."""
     mean = _around(_joined(peers), np.zeros(_shape(peers[0], n_classes)), np.ones(1), n_classes)
     variance = np.full(mean.shape, 0.05)
@@ -141,15 +141,17 @@ def bayes(peers: Sequence[Rows], n_classes: int) -> Fit:
     )
 
 
-def trees(peers: Sequence[Rows], n_classes: int) -> Fit:
+def trees(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Boost trees on everybody's rows, with the user as a category."""
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
     def marked(x: Numbers, user: int) -> Numbers:
         return np.column_stack([x, np.full(len(x), user)])
 
-    def fit(own: Rows, strength: float) -> Predict:
-        rows = _joined([Rows(marked(rows.x, k), rows.y) for k, rows in enumerate([own, *peers])])
+    def fit(own: ToolRows, strength: float) -> Predict:
+        rows = _joined(
+            [ToolRows(marked(rows.x, k), rows.y) for k, rows in enumerate([own, *peers])]
+        )
         kind = HistGradientBoostingClassifier if n_classes else HistGradientBoostingRegressor
         model = kind(categorical_features=[rows.x.shape[1] - 1], random_state=0).fit(rows.x, rows.y)
         return lambda x: _outputs(model, marked(x, 0), n_classes, len(rows.y))
@@ -157,11 +159,11 @@ def trees(peers: Sequence[Rows], n_classes: int) -> Fit:
     return fit
 
 
-def forest(peers: Sequence[Rows], n_classes: int) -> Fit:
+def forest(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Grow a random forest on the own rows."""
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-    def fit(own: Rows, strength: float) -> Predict:
+    def fit(own: ToolRows, strength: float) -> Predict:
         kind = RandomForestClassifier if n_classes else RandomForestRegressor
         model = kind(random_state=0).fit(own.x, own.y)
         return lambda x: _outputs(model, x, n_classes, len(own.y))
@@ -169,16 +171,16 @@ def forest(peers: Sequence[Rows], n_classes: int) -> Fit:
     return fit
 
 
-def closed_form(peers: Sequence[Rows], n_classes: int, *, trees: bool = False) -> Fit:
+def closed_form(peers: Sequence[ToolRows], n_classes: int, *, trees: bool = False) -> Fit:
     """Fit coterie's own linear models in closed form, as `coterie.Mixture` does.
 
     With trees as further candidates where it is asked for. It has no strength to choose.
     """
-    from coterie.trees.candidates import candidates
+    from coterie.trees.tree_candidates import candidates
 
     family = SOFTMAX if n_classes else SQUARED
 
-    def fit(own: Rows, strength: float) -> Predict:
+    def fit(own: ToolRows, strength: float) -> Predict:
         others = [(rows.x, rows.y) for rows in peers]
         mine, *theirs = (
             (x, family.targets(y, n_classes or 1)) for x, y in [(own.x, own.y), *others]
@@ -200,7 +202,7 @@ def closed_form(peers: Sequence[Rows], n_classes: int, *, trees: bool = False) -
     return fit
 
 
-def with_trees(peers: Sequence[Rows], n_classes: int) -> Fit:
+def with_trees(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     """Fit the default for tables: linear models and trees, mixed."""
     return closed_form(peers, n_classes, trees=True)
 
@@ -228,23 +230,23 @@ TOOLS = {
 }
 
 
-def _rows(examples: Examples) -> Rows:
+def _rows(examples: Examples) -> ToolRows:
     x, y = examples.take(torch.arange(len(examples)))
-    return Rows(x.flatten(1).double().numpy(), y.flatten().numpy())
+    return ToolRows(x.flatten(1).double().numpy(), y.flatten().numpy())
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
-    return Rows(
+def _joined(parts: Sequence[ToolRows]) -> ToolRows:
+    return ToolRows(
         np.concatenate([rows.x for rows in parts]), np.concatenate([rows.y for rows in parts])
     )
 
 
-def _taken(rows: Rows, which: Numbers) -> Rows:
-    return Rows(rows.x[which], rows.y[which])
+def _taken(rows: ToolRows, which: Numbers) -> ToolRows:
+    return ToolRows(rows.x[which], rows.y[which])
 
 
-def _with_users(rows: Rows, user: int, n_users: int) -> Rows:
-    return Rows(np.hstack([rows.x, np.tile(np.eye(n_users)[user], (len(rows.x), 1))]), rows.y)
+def _with_users(rows: ToolRows, user: int, n_users: int) -> ToolRows:
+    return ToolRows(np.hstack([rows.x, np.tile(np.eye(n_users)[user], (len(rows.x), 1))]), rows.y)
 
 
 def _folds(y: Numbers, n_classes: int) -> Numbers:
@@ -260,7 +262,7 @@ def _loss(outputs: Numbers, y: Numbers, n_classes: int) -> float:
     return float(-outputs[np.arange(len(y)), y].sum() if n_classes else ((outputs - y) ** 2).sum())
 
 
-def _linear(rows: Rows, n_classes: int, strength: float) -> Predict:
+def _linear(rows: ToolRows, n_classes: int, strength: float) -> Predict:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
 
@@ -290,7 +292,7 @@ def _floored(shares: Numbers, n_rows: int) -> Numbers:
     return np.asarray(np.log((n_rows * shares + 1 / shares.shape[1]) / (n_rows + 1)))
 
 
-def _around(rows: Rows, centre: Numbers, variance: Numbers, n_classes: int) -> Numbers:
+def _around(rows: ToolRows, centre: Numbers, variance: Numbers, n_classes: int) -> Numbers:
     """Return the coefficients, intercepts last, of least Σ loss + Σ (w − centre)²/(2 variance)."""
     x = np.column_stack([rows.x, np.ones(len(rows.x))])
     precision = np.broadcast_to(1 / variance, centre.shape)
@@ -313,7 +315,7 @@ def _around(rows: Rows, centre: Numbers, variance: Numbers, n_classes: int) -> N
     return np.asarray(centre + root * found.x.reshape(centre.shape))
 
 
-def _curvature(rows: Rows, w: Numbers, n_classes: int) -> Numbers:
+def _curvature(rows: ToolRows, w: Numbers, n_classes: int) -> Numbers:
     """Return the second derivatives of Σ loss in each coefficient."""
     x = np.column_stack([rows.x, np.ones(len(rows.x))])
     if not n_classes:
@@ -330,5 +332,5 @@ def _predicting(w: Numbers, n_classes: int) -> Predict:
     return predict
 
 
-def _shape(rows: Rows, n_classes: int) -> tuple[int, int]:
+def _shape(rows: ToolRows, n_classes: int) -> tuple[int, int]:
     return rows.x.shape[1] + 1, n_classes or 1

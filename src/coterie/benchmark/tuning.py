@@ -14,7 +14,7 @@ from torch.nn.utils import vector_to_parameters
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
-from coterie.benchmark.settings import RATES, Fixed, Knobs, Setting
+from coterie.benchmark.contenders import RATES, Fixed, Knobs, MethodSetting
 from coterie.benchmark.tasks import SetTask
 from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
@@ -23,7 +23,7 @@ from coterie.learners.spec import RunSpec
 from coterie.registry import RunFacts
 from coterie.rules import Rule, weights_in
 from coterie.training.algorithm import Followed, algorithm_of
-from coterie.training.many.train import train_many
+from coterie.training.many import train_many
 from coterie.training.run import Run, Step, Stopped
 from coterie.training.train import train_spec
 from coterie.users.examples import Examples
@@ -34,7 +34,7 @@ from coterie.users.user import Loss
 class Trial:
     """One setting, trained."""
 
-    setting: Setting
+    setting: MethodSetting
     lr: float
     model: nn.Module  # the model that training gave
     validation_loss: float  # of that model
@@ -77,12 +77,12 @@ class Tuning:
         self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
-        self._trials: dict[tuple[Setting, float], Trial] = {}
+        self._trials: dict[tuple[MethodSetting, float], Trial] = {}
         self._chosen: dict[Knobs | Fixed, tuple[Rule, float]] = {}
         self._facts = RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
         self._falling = partial(_falling, steps=steps)
 
-    def outcome(self, settings: Sequence[Setting]) -> Outcome:
+    def outcome(self, settings: Sequence[MethodSetting]) -> Outcome:
         """Return what a method with these settings reaches, at the one with the least validation loss."""
         self.prepare(settings)
         best = self._best(settings)
@@ -102,29 +102,29 @@ class Tuning:
             + self._chosen.get(best.setting.make, (None, 0.0))[1],
         )
 
-    def prepare(self, settings: Sequence[Setting]) -> None:
+    def prepare(self, settings: Sequence[MethodSetting]) -> None:
         """Train these settings where they are not trained yet, as many at once as can be."""
         first = [setting.start or setting for setting in settings]
         for some in (first, settings):  # a start is chosen before what starts from it
             pairs = dict.fromkeys((setting, lr) for setting in some for lr in setting.lrs)
             self._train_together([pair for pair in pairs if pair not in self._trials])
 
-    def trial(self, setting: Setting, lr: float) -> Trial:
+    def trial(self, setting: MethodSetting, lr: float) -> Trial:
         """Return a setting's trial, trained now or before."""
         if (setting, lr) not in self._trials:
             self._train_together([(setting, lr)])
         return self._trials[setting, lr]
 
-    def _best(self, settings: Sequence[Setting]) -> Trial:
+    def _best(self, settings: Sequence[MethodSetting]) -> Trial:
         trials = [self.trial(setting, lr) for setting in settings for lr in setting.lrs]
         return min(
             trials, key=lambda trial: (math.isnan(trial.validation_loss), trial.validation_loss)
         )
 
-    def _train_together(self, pairs: Sequence[tuple[Setting, float]]) -> None:
+    def _train_together(self, pairs: Sequence[tuple[MethodSetting, float]]) -> None:
         """Train settings, those that follow a rule without a guard as one program."""
         rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
-        together: dict[tuple[Setting, float], tuple[RunSpec, TailAverage | None]] = {}
+        together: dict[tuple[MethodSetting, float], tuple[RunSpec, TailAverage | None]] = {}
         for (setting, lr), rule in rules.items():
             if algorithm_of(rule).rule is None or setting.options:
                 self._trials[setting, lr] = self._train(setting, lr, rule)
@@ -145,7 +145,7 @@ class Tuning:
             )
 
     def _spec(
-        self, setting: Setting, lr: float, rule: Followed
+        self, setting: MethodSetting, lr: float, rule: Followed
     ) -> "tuple[RunSpec, TailAverage | None]":
         """Return the run of a setting, and what gathers its tail."""
         start = self.model if setting.start is None else self._best([setting.start]).model
@@ -168,7 +168,7 @@ class Tuning:
         )
         return spec, tail
 
-    def _train(self, setting: Setting, lr: float, rule: Followed) -> Trial:
+    def _train(self, setting: MethodSetting, lr: float, rule: Followed) -> Trial:
         """Train a setting that cannot be trained with others."""
         spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
@@ -185,7 +185,7 @@ class Tuning:
         return self._trial(setting, lr, run, model, time.process_time() - began)
 
     def _trial(
-        self, setting: Setting, lr: float, run: Run, model: nn.Module, seconds: float
+        self, setting: MethodSetting, lr: float, run: Run, model: nn.Module, seconds: float
     ) -> Trial:
         if run.stopped is Stopped.CTRL_C:
             raise KeyboardInterrupt
@@ -194,7 +194,7 @@ class Tuning:
             setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds
         )
 
-    def _rule(self, setting: Setting) -> Followed:
+    def _rule(self, setting: MethodSetting) -> Followed:
         """Return a setting's rule.
 
         One that is chosen from the data is chosen once, at the smallest step size.
@@ -279,7 +279,7 @@ def held_out(examples: Examples | None) -> Examples:
     return examples
 
 
-def _optimizer(setting: Setting) -> Callable[..., Optimizer]:
+def _optimizer(setting: MethodSetting) -> Callable[..., Optimizer]:
     return SGD if setting.plain_steps else partial(Adam, weight_decay=setting.weight_decay)
 
 

@@ -5,16 +5,16 @@ Chosen from the data, before the first step or as the run goes.
 
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.auto import chooser_for
-from coterie.choosing.chooser import Algorithm, Choice, Chooser, TellsGradients
+from coterie.choosing.chooser import Algorithm, Chooser, RuleChoice, TellsGradients
 from coterie.choosing.mixture import Mixture
 from coterie.rules import RULES
 
 __all__ = [
     "AdaptiveAveraging",
     "Algorithm",
-    "Choice",
     "Chooser",
     "Mixture",
+    "RuleChoice",
     "TellsGradients",
     "chooser_for",
 ]

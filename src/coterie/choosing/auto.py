@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.optim import SGD, Optimizer
 
 from coterie import theory
-from coterie.choosing.chooser import Choice, Chooser
+from coterie.choosing.chooser import Chooser, RuleChoice
 from coterie.choosing.measuring import BATCHES, before_training, gradients_elsewhere
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
@@ -52,16 +52,16 @@ class _Auto(ABC):
 
     rule: Any
 
-    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> RuleChoice:
         """Measure the constants, and choose by them; see `Chooser`."""
         require(engine, "rows", f"`{type(self.rule).__name__}`", "to choose its knobs")
         try:
             measured = before_training(engine, spec, batches=self.batches(spec.steps))
         except DataError as error:
             why = f"peers weigh nothing: not measured, {error}"
-            return Choice(Alone(), {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": why})
+            return RuleChoice(Alone(), {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": why})
         account = self.account(spec, measured, _over(list(measured.peers), self.rule.tau))
-        return Choice(self.rule_from(account), account, measured)
+        return RuleChoice(self.rule_from(account), account, measured)
 
     def batches(self, steps: int) -> int:
         """Return how many batches to measure by."""

@@ -17,7 +17,7 @@ from coterie.theory.estimates import Estimates
 
 
 @dataclass(frozen=True)
-class Choice:
+class RuleChoice:
     """What was chosen to be followed, and the reasons."""
 
     rule: Any
@@ -29,7 +29,7 @@ class Choice:
 class Chooser(Protocol):
     """What chooses a rule from the data before the first step."""
 
-    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> Choice:
+    def choose(self, spec: RunSpec, engine: Engine, progress: bool | None = None) -> RuleChoice:
         """Choose a rule; model and optimizer stay as they are.
 
         An engine that cannot serve is a `KnobError`.
@@ -91,13 +91,13 @@ class Algorithm(ABC):
     def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine that cannot give what this needs."""
 
-    def fallback(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> RuleChoice | None:
         """Return what is followed instead where this cannot serve, else None."""
         return None
 
     def choose(
         self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
-    ) -> Choice | None:
+    ) -> RuleChoice | None:
         """Return what is followed instead, chosen from the data; None: this.
 
         `earlier` is the account of the same choice in a run that is resumed.

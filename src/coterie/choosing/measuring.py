@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coterie.choosing.gradient_squares import Resampled, Spread, Vectors
-from coterie.choosing.sampled_gradients import Asking, OnParts, Sampled, SampledGradients
+from coterie.choosing.sampled_gradients import Asking, OnParts, SampledGradients, SampledRows
 from coterie.engines.capabilities import AnswersAtOwnPoints, require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
@@ -197,7 +197,7 @@ def _dealt(n: int, most: int, key: int) -> Tensor:
 class _User:
     """One user's vectors, with resamples that belong together."""
 
-    def __init__(self, sampled: Sampled, plan: Sampling, seed: int) -> None:
+    def __init__(self, sampled: SampledRows, plan: Sampling, seed: int) -> None:
         seen, shared = (1 - plan.size / plan.of) / plan.size, 1 / plan.of
         at = Vectors.of(
             sampled.at, Spread(seen / sampled.batches, shared), np.random.default_rng(seed)

@@ -3,7 +3,7 @@
 See docs/mixture.md.
 """
 
-import itertools
+import functools
 import logging
 import math
 import time
@@ -17,22 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
+from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
-from coterie.engines.engine import Answers, Engine, Question
+from coterie.engines.engine import AllRows, Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
-from coterie.errors import KnobError
+from coterie.errors import DataError, KnobError
 from coterie.evaluation.evaluate import example_losses
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.mixture.answers import TOLD, EStep
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
-from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, driven, fit
-from coterie.mixture.mixing import Entry, told
-from coterie.mixture.peer import TOLD, EStep
+from coterie.mixture.fit import Fitted, driven, fit, fit_here
+from coterie.mixture.mixing import MixtureEntry, told
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
     EXCHANGES,
@@ -40,15 +39,17 @@ from coterie.mixture.prior import (
     JOINT,
     POOLED,
     TIMES,
-    Answer,
     Heard,
+    PriorAnswer,
+    PriorQuestion,
 )
-from coterie.mixture.prior import Question as Asked
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
 from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
+from coterie.trees.boosting import Growth
+from coterie.trees.histograms import Histograms
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import random_key
 from coterie.users.user import Loss
@@ -57,6 +58,7 @@ FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
 
 
+GROWTH = Growth()
 logger = logging.getLogger(__name__)
 
 
@@ -142,20 +144,20 @@ class Mixture(Algorithm):
 
     def choose(
         self, spec: RunSpec, engine: Engine, earlier: Mapping[str, Any], progress: bool | None
-    ) -> Choice | None:
+    ) -> RuleChoice | None:
         """Return adaptive averaging where the model is not linear, or a peer answers no E-step."""
         return self._gradients(spec, why_not_linear(spec) or engine.capabilities.no_e_steps)
 
-    def fallback(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> RuleChoice | None:
         """Return adaptive averaging where the model is not linear, else None."""
         return self._gradients(spec, why_not_linear(spec))
 
-    def _gradients(self, spec: RunSpec, why: str | None) -> Choice | None:
+    def _gradients(self, spec: RunSpec, why: str | None) -> RuleChoice | None:
         if not why:
             return None
         gradients = self._by_steps()
-        other = gradients.fallback(spec) or Choice(gradients, {})
-        return Choice(
+        other = gradients.fallback(spec) or RuleChoice(gradients, {})
+        return RuleChoice(
             other.rule, {**other.account, "sentence": f"trained by gradient steps: {why}"}
         )
 
@@ -166,10 +168,12 @@ class Mixture(Algorithm):
         return AdaptiveAveraging(self.single, self.rates)
 
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
-        """Return as how many gradients the E-steps of a fit count, at most."""
+        """Return as how many gradients the E-steps of a fit count, and the levels of its trees, at most."""
         priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
         slopes = POOLED + JOINT * len(TIMES) * (1 + FOLDS)
-        return slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
+        steps = slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
+        levels = GROWTH.trees * GROWTH.depth * 2 * (1 + FOLDS) if self.trees else 0
+        return levels + (steps if self.trees != "only" else 0)
 
     def learner(
         self,
@@ -266,24 +270,20 @@ def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array,
     return flat, family.targets(targets.detach().cpu().numpy(), outputs)
 
 
-def contributions_to(
-    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
-) -> dict[str, Contribution]:
-    """Return what peers contribute to user 0's closed form; see `Run.contributions`."""
-    why, layer, family = why_not_linear(spec), linear_of(spec.model), family_of(spec.loss)
-    why = why or ("peers' rows are elsewhere" if not spec.peers else None)
-    if why is not None or layer is None or family is None:
-        raise KnobError(
-            f"contributions are those to a linear model whose peers' rows are here, and {why}; give"
-            " `coterie.mixture.contributions.contributions` the losses of each coalition"
-        )
-    k, names = layer.out_features, [peer.name for peer in spec.peers]
-    if unknown := {name for group in (groups or {}).values() for name in group} - set(names):
-        raise KnobError(f"`groups` names {min(unknown)!r}, and the peers are {', '.join(names)}")
-    own, *others = (numbers_of(user.examples, family, k) for user in (spec.me, *spec.peers))
-    how: dict[str, Any] = {"intercept": layer.bias is not None, "groups": groups}
-    rows = dict(zip(names, others, strict=True))
-    return linear_contributions(*own, rows, family, k, permutations=permutations, **how)
+def linear_losses(spec: RunSpec) -> Callable[[frozenset[str]], Array]:
+    """Return what gives the out-of-fold losses of the own rows with a coalition of peers, in closed form."""
+    layer, family = linear_of(spec.model), family_of(spec.loss)
+    if layer is None or family is None:
+        raise AssertionError("a run that is not linear has other losses")
+    k, intercept = layer.out_features, layer.bias is not None
+    x, y = numbers_of(spec.me.examples, family, k)
+    rows = {peer.name: numbers_of(peer.examples, family, k) for peer in spec.peers}
+
+    def losses(who: frozenset[str]) -> Array:
+        peers = [rows[name] for name in rows if name in who]
+        return fit_here(x, y, peers, family, k, intercept=intercept).served.losses
+
+    return losses
 
 
 class ClosedForm(Learner):
@@ -312,6 +312,8 @@ class ClosedForm(Learner):
         self.fitted: Fitted | None = None
         # the peers that were left out of some exchanges, with the last reason, and of how many
         self._left_out, self._missed = dict[str, str](), Counter[str]()
+        self._roots = dict[tuple[str, ...], Array]()  # of each peer, or all: rows in the last root
+        self.exchanges = 0
 
     @property
     def followed(self) -> Any:
@@ -340,50 +342,92 @@ class ClosedForm(Learner):
         fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
         return driven(fitting, self._asking(scaling))
 
-    def _asking(self, scaling: Scaling) -> Callable[[Asked], Answer]:
+    def _asking(self, scaling: Scaling) -> Callable[[PriorQuestion], PriorAnswer]:
         """Return what asks the peers, wherever they are: an exchange for each question."""
-        engine, heard, exchanges = self.engine, Heard(), itertools.count()
-        if not isinstance(engine, AnswersESteps):
-            raise TypeError(f"{type(engine).__name__} has no `e_step`")
-        told = engine.capabilities.examples
-        examples = max([told.get(name) or 1 for name in engine.names], default=1)
-        alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
+        heard = Heard()
 
-        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
-
-        def ask(asked: Asked) -> Answer:
-            question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
-            point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
-            self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
-            answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
-            if elsewhere and (said := ends.after_one()):
-                logger.warning("%s", said)
-            for name in (name for name in engine.names if name not in answers.left_out):
-                self.costs.compute([name], told.get(name), times=question.gradients)
-            self._missed.update(list(answers.left_out))
-            missed = answers.left_out.items()
-            self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
+        def ask(asked: PriorQuestion) -> PriorAnswer:
+            question = EStep(self.family.name, scaling, asked.priors, asked.told, self._largest)
+            answers = self._exchange(question, 2 * asked.priors.mean.size)
+            self._note(answers.left_out)
             if answers.rows is not None:
                 rows = answers.rows[0].reshape(-1, *question.shape)
                 return heard.answer(asked, question, rows.numpy())
-            if answers.sums is None:
-                raise AssertionError("rows or sums were asked for")
-            sums = question.read(answers.sums.reshape(question.shape).numpy())
+            sums = question.read(_sums(answers).reshape(question.shape).numpy())
             answered = answers.answered.expand(len(asked.priors.noise)).numpy()
-            return Answer(sums, answered)
+            return PriorAnswer(sums, answered)
 
         return ask
 
+    @functools.cached_property
+    def _ends(self) -> Remaining:
+        levels = GROWTH.trees * GROWTH.depth if self.trees else 0
+        return Remaining((self.trees != "only") * (POOLED + JOINT + EXCHANGES) + levels)
+
+    @functools.cached_property
+    def _largest(self) -> float:
+        """How many examples a peer has at most, as far as they tell."""
+        told = self.engine.capabilities.examples
+        return float(max([told.get(name) or 1 for name in self.engine.names], default=1))
+
+    def _exchange(self, asked: AllRows, sent: int) -> Answers:
+        """Ask all peers, who count alike; `sent` is how many numbers the question has."""
+        engine = self.engine
+        if not isinstance(engine, AnswersESteps):
+            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)
+        alike = torch.full((1, peers), 1 / max(1, peers)).double()
+        self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
+        answers = engine.e_step(Question(point, self.exchanges, alike, e_step=asked))()
+        self.exchanges += 1
+        if not can.local and (said := self._ends.after_one()):
+            logger.warning("%s", said)
+        for name in (name for name in engine.names if name not in answers.left_out):
+            self.costs.compute([name], can.examples.get(name), times=asked.gradients)
+        return answers
+
+    def _note(self, left_out: Mapping[str, str]) -> None:
+        """Note who was left out of an exchange."""
+        self._missed.update(list(left_out))
+        missed = left_out.items()
+        self._left_out |= {
+            name: f"{why}, in {self._missed[name]} exchanges" for name, why in missed
+        }
+
     def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
-        from coterie.trees.candidates import candidates
+        from coterie.trees.tree_candidates import candidates
 
         here = self.engine.capabilities.local
         peers = [peer.examples for peer in self.spec.peers if here]
         validation = self.spec.me.validation
         held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
         given = [Rows(*self._numbers(each)).finite() for each in peers]
-        settings: dict[str, Any] = {"held_out": held_out, "seed": seed}
+        elsewhere = None if here or not self.engine.names else self._histograms
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed, "elsewhere": elsewhere}
         return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
+
+    def _histograms(self, asked: Histograms) -> Array | None:
+        """Ask peers elsewhere about a level of trees; return sums over those whose histograms can be."""
+        asked = replace(asked, examples=self._largest)
+        answers, sums = self._exchange(asked, asked.numbers), list[Array]()
+        left_out, given = dict(answers.left_out), answers.rows
+        if given is None:  # under masks: of weights that are one over the number of peers
+            given = (_sums(answers) * len(self.engine.names))[None]
+        every = [(name,) for name in self.engine.names]
+        for names, numbers in zip(
+            every if answers.rows is not None else [self.engine.names], given[0], strict=True
+        ):
+            if names[0] in left_out or not answers.answered.any():
+                continue
+            try:
+                sums.append(asked.checked(numbers.cpu().numpy(), self._roots.get(names)))
+            except DataError as error:
+                left_out |= dict.fromkeys(names, str(error))
+                continue
+            if not asked.level.levels:
+                self._roots[names] = asked.rows_in(sums[-1])
+        self._note(left_out)
+        return sum(sums[1:], sums[0]) if sums else None
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         return numbers_of(examples, self.family, self.layer.out_features)
@@ -393,9 +437,10 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        self.costs.compute([self.costs.me], len(self.spec.me), times=fitted.exchanges)
+        self.costs.compute([self.costs.me], len(self.spec.me), times=self.exchanges)
         self.state = {
             "step": self.step + 1,
+            "out_of_fold": torch.from_numpy(fitted.served.losses),
             "weight": 1
             - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
@@ -417,7 +462,12 @@ class ClosedForm(Learner):
         """Return the mixture of the candidates that ask no peer."""
         return None if self.fitted is None else self._model(self.fitted.alone)
 
-    def _model(self, entry: Entry | None) -> nn.Module:
+    def out_of_fold(self) -> Array | None:
+        """Return the losses of the own rows by mixtures that did not see their fold."""
+        losses: Tensor | None = self.state.get("out_of_fold")
+        return None if losses is None else losses.numpy()
+
+    def _model(self, entry: MixtureEntry | None) -> nn.Module:
         """Return what an entry serves; a copy of the caller's model where that is linear."""
         if entry is not None and entry.others:
             return entry.model(self.family, intercept=self.layer.bias is not None).to(
@@ -440,18 +490,24 @@ class ClosedForm(Learner):
             return {}
         on_test = None if self.spec.me.test is None else partial(self._on, self.spec.me.test)
         account = account_of(fitted, self.tau(), len(self.spec.me), on_test)
-        return account | {"exchanges": fitted.exchanges}
+        return account | {"exchanges": self.exchanges}
 
-    def _on(self, examples: Examples, entry: Entry) -> Array:
+    def _on(self, examples: Examples, entry: MixtureEntry) -> Array:
         """Return the losses of what an entry would serve."""
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
+
+
+def _sums(answers: Answers) -> Tensor:
+    if answers.sums is None:
+        raise AssertionError("rows or sums were asked for")
+    return answers.sums
 
 
 def account_of(
     fitted: Fitted,
     tau: Mapping[str, float],
     n: int,
-    on_test: Callable[[Entry], Array] | None = None,
+    on_test: Callable[[MixtureEntry], Array] | None = None,
 ) -> dict[str, Any]:
     """Return the account of a fit, as plain data: its leaderboard, and what may be told.
 

@@ -35,7 +35,7 @@ MAX_NUMBERS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SampledRows:
     """One user's gradients, a row for each group of batches."""
 
     at: Array  # at the first point, the mean of a group's batches, of shape (groups, length)
@@ -52,8 +52,8 @@ class Sampled:
 class SampledGradients:
     """Everybody's gradients at two points."""
 
-    own: Sampled
-    peers: Mapping[str, Sampled]  # those that answered every time
+    own: SampledRows
+    peers: Mapping[str, SampledRows]  # those that answered every time
     left_out: Mapping[str, str]  # the others, each with the reason
     losses: tuple[float, float]  # user 0's at the two points
     distance: float  # between the points
@@ -105,13 +105,13 @@ class Asking:
         left_out = {
             name: why for one in (first, *others, ahead) for name, why in one.left_out.items()
         }
-        users: dict[str, Sampled] = {}
+        users: dict[str, SampledRows] = {}
         for name in (self.me, *self.engine.names):
             if name not in left_out:
                 rows = first.rows(name)
                 again = [one.rows(name) for one in others if name in one.lists]
                 at = np.mean([rows, *again], axis=0) if again else rows
-                users[name] = Sampled(at, rows, ahead.rows(name), 1 + len(again))
+                users[name] = SampledRows(at, rows, ahead.rows(name), 1 + len(again))
         own, rest = users.pop(self.me), slice(lead if self._own_groups > 1 else 0, None)
         if not users:
             raise DataError("no peer's gradient can be used")

@@ -1,12 +1,117 @@
 """`coterie worker`: a peer in a process of its own."""
 
-import typer
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
-from coterie.cli.options.groups import grouped
-from coterie.cli.options.worker import GivingOptions, PeerTableOptions, ProcessOptions
+import typer
+from typer import Option
+
+from coterie.cli.options.groups import check_effect, grouped
+from coterie.data.reading import FileForm, read_rows
+from coterie.engines.peer import Caps
 from coterie.engines.processes.processes import Processes
 from coterie.engines.processes.rendezvous import Rendezvous
+from coterie.errors import KnobError
+from coterie.privacy.sums import SumsOnly
 from coterie.tables import cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerTableOptions(FileForm):
+    """The table."""
+
+    data: Annotated[
+        Path, Option(help="A CSV or Parquet file with this peer's examples, one a row.")
+    ]
+    name: Annotated[str, Option(help="This peer's name, by which user 0 knows it.")]
+    user_column: Annotated[
+        str | None,
+        Option(help="The column that says whose row it is; all rows are this peer's if left out."),
+    ] = None
+
+    def rows(self) -> tuple[str, Any]:
+        """Return this peer's name and rows."""
+        return self.name, read_rows(self.data, self.user_column, self.name, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivingOptions:
+    """What is given at most."""
+
+    max_gradients: Annotated[
+        int | None,
+        Option(min=0, help="How many gradients to give in all; with --log over every run."),
+    ] = None
+    max_norm: Annotated[float | None, Option(help="The norm that a gradient is clipped to.")] = None
+    min_examples: Annotated[
+        int, Option(min=1, help="Give no gradient of fewer rows than this.")
+    ] = 1
+    log: Annotated[Path | None, Option(help="A file to which every request is added.")] = None
+    sums_only: Annotated[
+        bool,
+        Option("--sums-only", help="Give gradients as part of a sum only, never on their own."),
+    ] = False
+    secure_sums: Annotated[
+        bool,
+        Option("--secure-sums", help="Give gradients under masks only, as part of such a sum."),
+    ] = False
+    key: Annotated[
+        list[str],
+        Option(
+            help=(
+                "With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."
+            )
+        ),
+    ] = field(default_factory=list)
+    min_peers: Annotated[
+        int,
+        Option(min=1, help="With --sums-only or --secure-sums: how many peers a sum must be of."),
+    ] = 3
+    max_share: Annotated[
+        float,
+        Option(help="With --sums-only or --secure-sums: how much of the weight one peer may have."),
+    ] = 0.5
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `coterie.engines.processes.engine.serve` that say so."""
+        caps, sums = Caps(self.max_gradients, self.max_norm, self.min_examples), None
+        if not self.secure_sums:  # whoever names limits must not give more than these allow
+            check_effect(self, ("key",), "--secure-sums")
+        if not self.sums_only and not self.secure_sums:
+            check_effect(self, ("min_peers", "max_share"), "--sums-only")
+        if self.sums_only or self.secure_sums:
+            sums = SumsOnly(self.min_peers, self.max_share, _known(self.key))
+        capped = None if caps == Caps() else caps
+        return {
+            "sums_only": sums or False,
+            "secure_sums": self.secure_sums,
+            "caps": capped,
+            "log": self.log,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """The process."""
+
+    model: Annotated[
+        str | None,
+        Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
+    ] = None
+    device: Annotated[str, Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu"
+    threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
+    timeout: Annotated[float, Option(help="Seconds after which a silent user 0 is lost.")] = 120.0
+
+
+def _known(keys: list[str]) -> dict[str, str]:
+    """Return the fingerprint of each peer's key."""
+    pairs = dict(pair.rpartition("=")[::2] for pair in keys)
+    if "" in pairs or len(pairs) < len(keys):
+        raise KnobError(
+            f"`--key` must be NAME=FINGERPRINT, once for each peer, got {', '.join(keys)}"
+        )
+    return pairs
 
 
 @grouped

@@ -1,6 +1,6 @@
 """Data sets as users: digits by writer, and tables with a user column."""
 
-from coterie.data.digits import digits_by_writer
+from coterie.data.handwriting import digits_by_writer
 from coterie.data.preparation import Preparation
 from coterie.data.reading import read_table
 from coterie.data.statistics import Statistics

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ColumnSums:
     """Sums over a column of numbers.
 
     Squares are about the mean: about zero they would lose what is far from it.
 
     Example:
-        >>> both = Sums.of(np.array([1.0, np.nan])) + Sums.of(np.array([3.0, 5.0]))
+        >>> both = ColumnSums.of(np.array([1.0, np.nan])) + ColumnSums.of(np.array([3.0, 5.0]))
         >>> both.mean, both.missing
         (3.0, 1)
     """
@@ -39,13 +39,13 @@ class Sums:
     squares: float  # Σ (value − mean)²
 
     @classmethod
-    def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Sums:
+    def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> ColumnSums:
         """Return the sums of some numbers, NaN where one is missing."""
         there = values[~np.isnan(values)]
         squares = float(((there - there.mean()) ** 2).sum()) if len(there) else 0.0
         return cls(len(there), len(values) - len(there), float(there.sum()), squares)
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: ColumnSums) -> ColumnSums:
         if not (self.count and other.count):
             between = 0.0
         else:
@@ -55,7 +55,7 @@ class Sums:
                 * other.count
                 / (self.count + other.count)
             )
-        return Sums(
+        return ColumnSums(
             self.count + other.count,
             self.missing + other.missing,
             self.total + other.total,
@@ -88,9 +88,9 @@ class Statistics:
     """
 
     kind: Kind
-    numbers: Mapping[str, Sums]  # by column
+    numbers: Mapping[str, ColumnSums]  # by column
     categories: Mapping[str, Mapping[str, int]]  # by column, how many rows have each
-    target: Sums | None = None  # in regression
+    target: ColumnSums | None = None  # in regression
 
     @classmethod
     def of(
@@ -108,9 +108,9 @@ class Statistics:
         neat = tidy(rows, numeric, other)
         return cls(
             kind,
-            {column: Sums.of(neat[column].to_numpy(dtype=float)) for column in numeric},
+            {column: ColumnSums.of(neat[column].to_numpy(dtype=float)) for column in numeric},
             {column: dict(Counter(neat[column].tolist())) for column in other},
-            Sums.of(targets.to_numpy(dtype=float)) if kind == "regression" else None,
+            ColumnSums.of(targets.to_numpy(dtype=float)) if kind == "regression" else None,
         )
 
     def __add__(self, other: Statistics) -> Statistics:
@@ -145,8 +145,8 @@ class Statistics:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Statistics:
         """Return the statistics that `to_plain` gave."""
-        numbers = {column: Sums(*sums) for column, sums in plain["numbers"].items()}
-        target = None if plain["target"] is None else Sums(*plain["target"])
+        numbers = {column: ColumnSums(*sums) for column, sums in plain["numbers"].items()}
+        target = None if plain["target"] is None else ColumnSums(*plain["target"])
         return cls(plain["kind"], numbers, plain["categories"], target)
 
     def preparation(self, classes: Sequence[Any] = ()) -> Preparation:
@@ -180,7 +180,7 @@ class Statistics:
         return Preparation(*names, fitted, self.kind, centre=self.target.mean, scale=scale)
 
 
-def _fitted(numbers: Mapping[str, Sums], categories: Mapping[str, Sequence[str]]) -> Any:
+def _fitted(numbers: Mapping[str, ColumnSums], categories: Mapping[str, Sequence[str]]) -> Any:
     """Return the transformer that scikit-learn would fit to all rows together, with means for missing numbers."""
     import pandas as pd
 

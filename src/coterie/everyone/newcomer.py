@@ -16,7 +16,7 @@ from coterie.evaluation.evaluate import example_losses
 from coterie.everyone.folders import folder_names
 from coterie.everyone.runs import Runs
 from coterie.recording.claim import claimed
-from coterie.training.checking import check
+from coterie.training.setup import check
 from coterie.training.train import train_spec
 from coterie.users.user import USER, Loss, User, check_names
 

@@ -27,7 +27,7 @@ from coterie.methods.personal.pfedme import PFedMe
 from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
 from coterie.methods.rounds import Method
 from coterie.methods.variance.affpcl import AffPCL
-from coterie.methods.variance.auxiliary import AuxMom, AuxMVR
+from coterie.methods.variance.aux_mom import AuxMom, AuxMVR
 from coterie.methods.variance.mime import Mime
 from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
 from coterie.methods.variance.scaffold import Scaffold

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from coterie.mixture.answers import EStep
 from coterie.mixture.candidates import (
     FOLDS,
     Candidates,
@@ -16,10 +17,9 @@ from coterie.mixture.candidates import (
     paths,
 )
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import Entry, mix, told
-from coterie.mixture.peer import EStep
+from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Answer, Found, Heard, Question, find_priors
+from coterie.mixture.prior import Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
@@ -30,18 +30,17 @@ COMMON = 1e-3
 class Fitted:
     """What is served, and what speaks for it."""
 
-    served: Entry
-    alone: Entry
-    entries: Mapping[str, Entry]  # of each kind of candidates
+    served: MixtureEntry
+    alone: MixtureEntry
+    entries: Mapping[str, MixtureEntry]  # of each kind of candidates
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
-    exchanges: int
     # the mixture is clearly worse than a constant on the own rows: that is served
     is_constant: bool = False
 
 
 T = TypeVar("T")
-Fitting = Generator[Question, Answer, Fitted]
+Fitting = Generator[PriorQuestion, PriorAnswer, Fitted]
 Others = Callable[[Array], Sequence[Candidates]]
 """From the folds of the own rows to further blocks of candidates."""
 
@@ -82,11 +81,10 @@ def fit(
     )
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
-    flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
+    flat, found = flat_prior(d, k, intercept=scaling.intercept), None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
     if linear and peers:
-        asking = find_priors(rows, family, seen, peers, intercept=scaling.intercept)
-        found, exchanges = yield from _counted(asking)
+        found = yield from find_priors(rows, family, seen, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         common = np.where(flat > 1, flat, COMMON)
@@ -117,7 +115,7 @@ def fit(
         family, targets, folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = clearly_more(served.losses - guess.losses, views - 1)
+    is_constant = bool(served.losses.mean() > guess.losses.mean())
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -125,34 +123,14 @@ def fit(
         entries,
         tau,
         views - 1,
-        exchanges,
         is_constant=is_constant,
     )
 
 
-def _counted(
-    asking: Generator[Question, Answer, Found],
-) -> Generator[Question, Answer, tuple[Found, int]]:
-    """Pass questions and answers on, and count them."""
-    count, question = 0, next(asking)
-    while True:
-        answer = yield question
-        count += 1
-        try:
-            question = asking.send(answer)
-        except StopIteration as end:
-            return end.value, count
+Ask = Callable[[PriorQuestion], PriorAnswer]
 
 
-def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
-    """Say whether differences are above 0 in the mean, by the interval that is told."""
-    return told(differences, folds).low > 0
-
-
-Ask = Callable[[Question], Answer]
-
-
-def driven(asking: Generator[Question, Answer, T], ask: Ask) -> T:
+def driven(asking: Generator[PriorQuestion, PriorAnswer, T], ask: Ask) -> T:
     """Return what is found, by a function that asks the peers."""
     try:
         question = next(asking)
@@ -167,7 +145,7 @@ def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
     """Return what asks peers whose scaled rows are at hand, one after the other."""
     heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
 
-    def ask(question: Question) -> Answer:
+    def ask(question: PriorQuestion) -> PriorAnswer:
         scaling = Scaling.none(question.priors.mean.shape[0], question.priors.mean.shape[2])
         asked = EStep(family.name, scaling, question.priors, question.told, max(1.0, examples))
         numbers = np.array([asked.answer(rows.finite()) for rows in peers])

@@ -28,7 +28,7 @@ class Mixed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class MixtureEntry:
     """A line of the leaderboard: candidates of a kind, or of several, mixed."""
 
     weight: float  # its share of what is served
@@ -54,9 +54,9 @@ class Entry:
 class Leaderboard(NamedTuple):
     """The mixture of all candidates, that of those which ask no peer, and that of each kind."""
 
-    served: Entry
-    alone: Entry
-    entries: Mapping[str, Entry]
+    served: MixtureEntry
+    alone: MixtureEntry
+    entries: Mapping[str, MixtureEntry]
 
 
 def mix(
@@ -122,7 +122,7 @@ def mix(
 
     whole = found(np.ones(len(kinds), dtype=bool))
 
-    def entry(which: Array) -> Entry:
+    def entry(which: Array) -> MixtureEntry:
         one = found(which)
         weights = np.zeros(len(kinds))
         weights[which] = one.weights
@@ -135,7 +135,7 @@ def mix(
             if each and weight > 0
         ]
         used = bool((parts[which] == 0).any() and of_linear.sum() > 0)
-        return Entry(
+        return MixtureEntry(
             float(whole.weights[which].sum()),
             family.told(one.outputs, targets),
             mean if used else mean[:0],
@@ -169,14 +169,16 @@ def told(changes: Array, folds: int) -> Told:
         >>> [round(number, 2) for number in said]
         [-0.16, -0.4, 0.07]
     """
+    mean, error = float(changes.mean()) if len(changes) else 0.0, error_of(changes, folds)
+    reach = float(stdtrit(len(changes) - 1, 0.975)) * error if error else 0.0
+    return Told(mean, mean - reach, mean + reach)
+
+
+def error_of(changes: Array, folds: int) -> float:
+    """Return the standard error of a mean over rows, of models that were fitted without their fold; see `told`."""
     n = len(changes)
-    mean = float(changes.mean()) if n else 0.0
     spread = float(changes.std(ddof=1)) if n > 1 else 0.0
-    if spread == 0:
-        return Told(mean, mean, mean)
-    error = spread * np.sqrt(1 / n + OVERLAP / (n * max(1, folds - 1)))
-    reach = float(stdtrit(n - 1, 0.975))
-    return Told(mean, *(float(mean + side * reach * error) for side in (-1, 1)))
+    return spread * float(np.sqrt(1 / n + OVERLAP / (n * max(1, folds - 1)))) if spread else 0.0
 
 
 def mixed(

@@ -17,7 +17,7 @@ MISSING = 1e6
 """The difference, in each number, of a peer that gave none."""
 
 
-class PeerWeights:
+class NearestMixture:
     """The weights of N peers by V views of the own rows, from gradients at points that saw none of these."""
 
     def __init__(self, views: int, peers: int) -> None:

@@ -2,7 +2,7 @@
 
 First all of them pooled, then a prior by EM. Only sums are needed.
 
-User 0's side is a generator: it yields a `Question`, is sent the `Answer`, and returns what was
+User 0's side is a generator: it yields a `PriorQuestion`, is sent the `PriorAnswer`, and returns what was
 found. Who drives it decides how peers are asked.
 """
 
@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from coterie.mixture.answers import FARTHEST, EStep, Sums
 from coterie.mixture.candidates import INTERCEPT
 from coterie.mixture.families import Array, Family
-from coterie.mixture.peer import FARTHEST, EStep, Sums
-from coterie.mixture.peer_weights import PeerWeights
+from coterie.mixture.peer_weights import NearestMixture
 from coterie.mixture.posterior import (
     MEMORY,
     Pair,
@@ -57,7 +57,7 @@ FEW = 2.0
 """
 
 
-class Question(NamedTuple):
+class PriorQuestion(NamedTuple):
     """What the peers are asked."""
 
     priors: Priors
@@ -67,7 +67,7 @@ class Question(NamedTuple):
     told: str = "posterior"  # what peers tell, see `EStep`
 
 
-class Answer(NamedTuple):
+class PriorAnswer(NamedTuple):
     """What the peers answer."""
 
     sums: Sums  # by weights, of those who answered
@@ -87,7 +87,7 @@ class Heard:
     def __init__(self) -> None:
         self._modes: dict[int, Sums] = {}  # the last posterior of each peer, `first` being its mode
 
-    def answer(self, question: Question, asked: EStep, numbers: Array) -> Answer:
+    def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
         """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
         there = np.isfinite(numbers).all((1, 2))
         told = {k: asked.read(np.clip(numbers[k], -1, 1)) for k in np.flatnonzero(there).tolist()}
@@ -112,7 +112,7 @@ class Heard:
                     for a, b in zip(sums, one, strict=True)
                 )
             )
-        return Answer(sums, answered, gradients, question.own)
+        return PriorAnswer(sums, answered, gradients, question.own)
 
     @staticmethod
     def _again(last: Sums, priors: Priors) -> Sums:
@@ -133,7 +133,7 @@ class Found(NamedTuple):
     tau: Array  # (V, N): whom
 
 
-Asking = Generator[Question, Answer, Found]
+Asking = Generator[PriorQuestion, PriorAnswer, Found]
 
 
 def find_priors(
@@ -152,7 +152,7 @@ def find_priors(
         intercept: whether the last column is one.
     """
     units = Units.of(rows.inputs)
-    judged, alike = PeerWeights(seen.shape[1], peers), np.full((1, peers), 1 / peers)
+    judged, alike = NearestMixture(seen.shape[1], peers), np.full((1, peers), 1 / peers)
     pooled = yield from _pooled(rows, family, seen, judged, units=units)
     joint = yield from _joint(rows, family, seen, alike, pooled, units=units, intercept=intercept)
     chosen = peers >= FEWEST_PEERS and judged.has_looked
@@ -161,7 +161,7 @@ def find_priors(
     shape = (len(pooled), len(weights), pooled.shape[2])
     priors = Priors(np.broadcast_to(pooled, shape), np.full(shape, START), np.ones(len(weights)))
     for _ in range(EXCHANGES):
-        answer = yield Question(priors, weights)
+        answer = yield PriorQuestion(priors, weights)
         priors = maximised(priors, answer, weights, MORE if peers < FEWEST_PEERS else 0.0)
     few = 1 / np.square(weights).sum(1) <= FEW
     least = 0.3 * priors.variance[:, :1] * few[:, None]
@@ -169,7 +169,7 @@ def find_priors(
     return Found(pooled, joint, priors, tau)
 
 
-Told: TypeAlias = Generator[Question, Answer, tuple[Array, Array, Array]]
+Told: TypeAlias = Generator[PriorQuestion, PriorAnswer, tuple[Array, Array, Array]]
 """Asks for the losses of B models, (B,), infinite where none came, their gradients, (D, B, K), and by how many."""
 
 
@@ -198,7 +198,7 @@ class Units(NamedTuple):
 
 def _descend(
     told: Callable[[Array], Told], x: Array, units: Units, start: Array, exchanges: int
-) -> Generator[Question, Answer, Array]:
+) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Minimise B losses from x, (D, B, K), by L-BFGS: an exchange for each gradient.
 
     A step that does not help is quartered. Where others answer than before, it begins anew from
@@ -232,8 +232,8 @@ def _descend(
 
 
 def _pooled(
-    rows: Rows, family: Family, seen: Array, judged: PeerWeights, *, units: Units
-) -> Generator[Question, Answer, Array]:
+    rows: Rows, family: Family, seen: Array, judged: NearestMixture, *, units: Units
+) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Find the model of all peers' rows; on the way user 0's rows judge them."""
     d, v, k = rows.inputs.shape[1], seen.shape[1], rows.targets.shape[1]
 
@@ -241,7 +241,7 @@ def _pooled(
         own = gradients_of(rows, family, np.broadcast_to(x, (d, v, k)), seen)
         priors = Priors(x, np.ones(x.shape), np.ones(1))
         flat = np.moveaxis(own, 1, 0).reshape(v, -1)
-        answer = yield Question(priors, judged.alike, flat, "gradient")
+        answer = yield PriorQuestion(priors, judged.alike, flat, "gradient")
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
         loss, gradient, heard = _means(answer)
@@ -261,7 +261,7 @@ def _joint(
     *,
     units: Units,
     intercept: bool,
-) -> Generator[Question, Answer, Array]:
+) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Fit own and peers' rows together, beside an intercept of user 0's own, if there is one.
 
     The peers' mean loss counts as much as so many times the own rows, for each of `TIMES`. All
@@ -276,7 +276,7 @@ def _joint(
 
     def told(x: Array) -> Told:
         priors = Priors(x[:d], np.ones((d, v * j, k)), np.ones(v * j))
-        asked = Question(priors, np.repeat(weights, v * j, 0), None, "gradient")
+        asked = PriorQuestion(priors, np.repeat(weights, v * j, 0), None, "gradient")
         theirs, gradient, heard = _means((yield asked))
         outputs, targets = outputs_of(inputs, x), rows.targets[:, None]
         own = (family.losses(outputs, targets) * seen).sum(0) / n
@@ -300,7 +300,7 @@ def _joint(
     return best[:d].reshape(d, v, j, k)
 
 
-def _means(answer: Answer) -> tuple[Array, Array, Array]:
+def _means(answer: PriorAnswer) -> tuple[Array, Array, Array]:
     """Return the mean losses and gradients over the examples of those who answered, and their share."""
     share = answer.sums.share
     whole = np.where(share > 0, share, 1.0)
@@ -315,7 +315,7 @@ def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
     return mean
 
 
-def maximised(priors: Priors, answer: Answer, weights: Array, more: float = 0.0) -> Priors:
+def maximised(priors: Priors, answer: PriorAnswer, weights: Array, more: float = 0.0) -> Priors:
     """Return the M-step: μ = n Στx/(n + v), v = Στ((x − μ)² + V), with n = 1/Στ².
 
     A prior nobody answered stays. A variance is as if `more` further users had the mean of all.

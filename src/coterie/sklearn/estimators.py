@@ -16,7 +16,7 @@ from coterie.data.preparation import Kind
 from coterie.errors import DataError, KnobError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
-from coterie.sklearn.columns import Array, Column, groups_in, name_of, named, table, unused
+from coterie.sklearn.frames import Array, Column, groups_in, name_of, named, table, unused
 from coterie.sklearn.group_models import Module, fit_groups
 
 

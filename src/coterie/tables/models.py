@@ -19,7 +19,7 @@ from coterie.evaluation.losses import PerExample
 from coterie.mixture.served import MixedPredictions, Predictor
 from coterie.recording import files
 from coterie.recording.checkpoint import tensors_in
-from coterie.trees.served import Trees
+from coterie.trees.tensors import Trees
 from coterie.users.user import Loss
 
 Factory: TypeAlias = Callable[[int, int], nn.Module]

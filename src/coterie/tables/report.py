@@ -34,12 +34,15 @@ from coterie.evaluation.metrics import (
     probabilities_of,
     roc_curve,
 )
+from coterie.mixture.contributions import Contribution
+from coterie.mixture.served import Constant
 from coterie.recording import files
 from coterie.recording.result import Comparison
 from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
 from coterie.reporting.page import Section
 from coterie.reporting.run_page import write_run_page
 from coterie.reporting.verdict import difference, serves_alone
+from coterie.reporting.whom import contributed_section
 from coterie.tables import models
 from coterie.training.run import Run
 from coterie.users.examples import InMemory
@@ -199,18 +202,6 @@ def quality(
             else {}
         ),
     )
-
-
-class Constant(nn.Module):
-    """Predict the same for every row."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = nn.Parameter(output, requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the output of each row."""
-        return self.output.expand(len(inputs), -1)
 
 
 def class_shares(users: Sequence[User], preparation: Preparation) -> tuple[float, ...]:
@@ -445,6 +436,16 @@ def write_report(
     ]
     write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=sections)
     return judged
+
+
+def contributed(given: Mapping[str, Contribution], folder: Path) -> Section:
+    """Write what each peer adds to contributions.json in a folder, and return it for the page."""
+    plain = {
+        name: {what: told._asdict() for what, told in one._asdict().items()}
+        for name, one in given.items()
+    }
+    files.write_json(folder / "contributions.json", plain)
+    return contributed_section(given)
 
 
 def _predictions(

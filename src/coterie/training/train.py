@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coterie.arguments import takes_fields_of
 from coterie.choosing import Mixture
@@ -17,13 +18,12 @@ from coterie.recording.claim import Claim, claimed
 from coterie.recording.configuration import Configuration
 from coterie.recording.progress import interruptible
 from coterie.training import setup
-from coterie.training.checking import check, with_rule, with_usable_peers
-from coterie.training.choose import choose, with_estimates
+from coterie.training.algorithm import choose, with_estimates
 from coterie.training.hooks import ProgressHook
 from coterie.training.loop import Loop
-from coterie.training.ongoing import OngoingRun
-from coterie.training.resuming import with_earlier_choice
+from coterie.training.ongoing import OngoingRun, with_earlier_choice
 from coterie.training.run import Run
+from coterie.training.setup import check, with_rule, with_usable_peers
 from coterie.training.trackers import trackers_of
 
 
@@ -118,7 +118,6 @@ def set_up(
     learner = algorithm.learner(spec, engine, costs)
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
-    ongoing = OngoingRun(
-        spec, learner, hooks, save_every=spec.save_every, guard=watch, captured=captured
-    )
+    watched: dict[str, Any] = {"guard": watch, "captured": captured, "asked": asked}
+    ongoing = OngoingRun(spec, learner, hooks, save_every=spec.save_every, **watched)
     return SetUpRun(spec, ongoing, replace(configuration, capture=capture), claim)

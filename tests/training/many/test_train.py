@@ -15,11 +15,11 @@ from torch.nn import functional as f
 
 import coterie
 from coterie import Alone, BiasCorrection, User, WeightedAveraging
-from coterie.benchmark.models import cnn
+from coterie.benchmark.networks import cnn
 from coterie.engines.in_process import copies
 from coterie.learners.captured import Captured, StackBlock
 from coterie.rules import FormulaRule, Knob
-from coterie.training.many.loop import ManyLoop
+from coterie.training.many import ManyLoop
 from coterie.users.sampling import seeded
 
 Users = Callable[..., list[User]]

@@ -9,6 +9,6 @@ from coterie.benchmark.sets import (  # noqa: F401  # registers them
     vowels,
     wisdm,
 )
-from coterie.benchmark.sets.registry import SETS, UserSet, load, register_set
+from coterie.benchmark.sets.user_set import SETS, UserSet, load, register_set
 
 __all__ = ["SETS", "UserSet", "load", "register_set"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from coterie.benchmark.population import Population
-from coterie.benchmark.sets.registry import register_set
-from coterie.data.digits import BOUNDS
+from coterie.benchmark.sets.user_set import register_set
+from coterie.data.handwriting import BOUNDS
 
 
 @register_set("digits", models=("linear", "mlp", "cnn"), own_examples=30, most_peers=13)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from coterie.benchmark.population import Population
-from coterie.benchmark.sets.registry import register_set
+from coterie.benchmark.sets.user_set import register_set
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 FILES = tuple(f"processed.{hospital}.data" for hospital in HOSPITALS)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from coterie.benchmark.population import Population
-from coterie.benchmark.sets.registry import register_set
+from coterie.benchmark.sets.user_set import register_set
 from coterie.errors import DataError
 
 BATCHES = 20

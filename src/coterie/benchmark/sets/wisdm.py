@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from coterie.benchmark.population import Population
-from coterie.benchmark.sets.registry import register_set
+from coterie.benchmark.sets.user_set import register_set
 
 ACTIVITIES = ("Walking", "Jogging", "Sitting", "Standing", "Upstairs", "Downstairs")
 

@@ -14,7 +14,7 @@ from coterie.arguments import POSITIVE
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner, OwnSetting
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
 from coterie.choosing.adaptive.schedule import EVALUATIONS, Schedule
-from coterie.choosing.chooser import Algorithm, Choice, check_local_steps
+from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.engines.asking import OwnUser, asking
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
@@ -172,7 +172,7 @@ class AdaptiveAveraging(Algorithm):
         if engine.capabilities.sketch is None:  # it is by sketches that peers are weighed elsewhere
             require(engine, "rows", "`AdaptiveAveraging`")
 
-    def fallback(self, spec: RunSpec) -> Choice | None:
+    def fallback(self, spec: RunSpec) -> RuleChoice | None:
         """Return another rule where user 0's examples cannot be split into folds, else None."""
         if spec.me.is_stream:
             account = {
@@ -181,10 +181,10 @@ class AdaptiveAveraging(Algorithm):
                     "peers are weighed as the run goes, by the bias that fresh samples show"
                 ),
             }
-            return Choice(StreamAveraging(spec.steps), account)
+            return RuleChoice(StreamAveraging(spec.steps), account)
         if len(spec.me) < 2:
             why = "peers weigh nothing: there is one own example, nothing to judge by"
-            return Choice(Alone(), {"tau": {}, "sentence": why})
+            return RuleChoice(Alone(), {"tau": {}, "sentence": why})
         return None
 
     def learner(

@@ -29,9 +29,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.directions import PeerSums, WithoutOutliers, followed, peer_sums
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
-from coterie.choosing.adaptive.peer_weights import PeerWeights
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.weights import Array
+from coterie.choosing.adaptive.weights import Array, PeerWeights
 from coterie.choosing.mixture import account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
@@ -329,6 +328,10 @@ class AdaptiveLearner(Learner):
     def trained_alone(self) -> nn.Module | None:
         """Return the mixture of the candidates that ask no peer."""
         return self.looks.model(self.looks.fitted().alone) if self.looks.paths else None
+
+    def out_of_fold(self) -> Array | None:
+        """Return the losses of the own examples by mixtures that did not see their fold."""
+        return self.looks.fitted().served.losses if self.looks.paths else None
 
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights in what would be served now."""

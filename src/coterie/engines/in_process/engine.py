@@ -16,11 +16,10 @@ from coterie.engines.engine import NOT_IN_MEMORY, Answers, Capabilities, LocalWo
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
-from coterie.engines.in_process.passes import Passes
+from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.in_process.user_by_user import UserByUser
-from coterie.engines.in_process.weights import Weights
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.linear_rows import LinearRows
 from coterie.errors import ModelError

@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.copies import Copies
-from coterie.engines.in_process.passes import Passes
+from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches
-from coterie.engines.in_process.weights import Weights
 from coterie.errors import ModelError
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import (

@@ -6,7 +6,8 @@ The gradient of a batch, of a weighted sum of batches, of each batch on its own.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches, alike
-from coterie.engines.in_process.weights import Weights, over_counts
 from coterie.evaluation.losses import PerExample, as_loss, known_per_example
 from coterie.gradients.parameters import Parameters
 from coterie.users.trees import (
@@ -31,6 +31,56 @@ from coterie.users.trees import (
     split,
 )
 from coterie.users.user import Loss
+
+
+@dataclass(frozen=True)
+class Weights:
+    """τ as tensors, in the order of the batches: of each user, and of each example."""
+
+    users: Tensor
+    examples: Tensor
+
+    @classmethod
+    def of(cls, tau: Sequence[float], batches: Sequence[Batches], like: Tensor) -> Self:
+        """Return τ, given by position among the peers asked, for the users of these batches."""
+        users = [tau[position] for batch in batches for position in batch.positions]
+        examples = [
+            tau[k] / batch.size
+            for batch in batches
+            for k in batch.positions
+            for _ in range(batch.size)
+        ]
+        return cls(like.new_tensor(users), like.new_tensor(examples))
+
+    def users_over(self, batches: Sequence[Batches], counts: Tensor) -> Tensor:
+        """Return the weight of each example where examples count differently in their users' losses."""
+        each = zip(
+            batches, torch.split(counts.to(self.users), [batch.n for batch in batches]), strict=True
+        )
+        users = torch.split(self.users, [len(batch.positions) for batch in batches])
+        shares = [
+            tau.repeat_interleave(batch.size) * over_counts(batch, some)
+            for tau, (batch, some) in zip(users, each, strict=True)
+        ]
+        return torch.cat(shares)
+
+    def split(self, groups: Sequence[Sequence[Batches]]) -> list[Self]:
+        """Return the weights of some batches after the other's."""
+        users = torch.split(
+            self.users, [sum(len(batch.positions) for batch in some) for some in groups]
+        )
+        examples = torch.split(self.examples, [sum(batch.n for batch in some) for some in groups])
+        return [type(self)(*pair) for pair in zip(users, examples, strict=True)]
+
+
+def over_counts(batch: Batches, counts: Tensor) -> Tensor:
+    """Return for each example one over what all examples of its user count.
+
+    0 where they count nothing.
+    """
+    totals = batch.by_user(counts).sum(1)
+    return torch.where(totals == 0, 0.0, 1 / totals).repeat_interleave(batch.size)
+
 
 MAX_LOOPED_BEFORE_LAYERS = 2
 """On a CPU up to so many users are taken one by one.

@@ -131,6 +131,8 @@ class StackedSums:
         self._sizes = sizes.to(self.like)
         self._places = pool.places.to(device)
         self._layouts: list[_Layout] = []
+        # a captured graph reads these where they are, so they stay
+        self._captured: dict[int, _Layout] = {}
         self._each: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
         self._memory = ReusedMemory()
 
@@ -159,9 +161,10 @@ class StackedSums:
             drawn: the examples of a step.
             origins: the point of each row of weights, (Q,); the one in its place when None.
             asked: which columns are passed over, (Q, U), for weights that change while a captured
-                step goes on; those of weights that are not zero when None.
+                step goes on; those of weights that are not zero when None. How they are passed is
+                kept for good.
         """
-        layout = self._layout(weights if asked is None else asked)
+        layout = self._layout(weights) if asked is None else self._kept_layout(asked)
         out = self._empty((len(weights), self.like.numel()))
         losses = self.like.new_empty(len(weights))
         shares = (
@@ -251,6 +254,12 @@ class StackedSums:
             :MAX_LAYOUTS
         ]
         return fresh
+
+    def _kept_layout(self, asked: Tensor) -> _Layout:
+        """Return how points are passed at which these columns are asked, the same for good."""
+        if id(asked) not in self._captured:
+            self._captured[id(asked)] = self._layout(asked)
+        return self._captured[id(asked)]
 
     def _passes(self, asked: Tensor) -> list[_Pass]:
         """Return passes that give every point what it needs, by the columns that are asked there (Q, U).

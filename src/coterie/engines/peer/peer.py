@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.engines.compression import HALVES, Rounding
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer.caps import Caps, clipped
 from coterie.engines.peer.ledger import Ledger, Spending, kept_secret
-from coterie.engines.peer.own_draws import secret_bytes
-from coterie.engines.peer.own_gradients import OwnGradients
+from coterie.engines.peer.own_gradients import OwnGradients, secret_bytes
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Reply, Request
-from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.keys import Identity
@@ -268,7 +267,8 @@ class Peer:
         number, which spoils the sum, and no time is told. The log has it.
         """
         began = time.perf_counter()
-        if reason := self._misfit(request) or self._exceeded_cap(request):
+        reason = self._misfit(request) or self._exceeded_cap(request)
+        if reason := reason or (self._cut_under_masks(request) if masked else None):
             return self.refuse(reason, caller, request.step)
         if self._private is not None:
             return self._answer_privately(request, self._private, caller, share)
@@ -387,6 +387,16 @@ class Peer:
         if left is not None and left < asked:
             return f"it has {left} gradients left to give, and was asked for {asked}"
         return None
+
+    def _cut_under_masks(self, request: Request) -> str | None:
+        """Return why all its examples would not weigh alike in an E-step's sum, if they would not.
+
+        Sums in which some sites' shares are cut and others' are not can be solved for each site's.
+        """
+        asked, size = request.e_step, self.size
+        if asked is None or size is None or asked.examples >= size:
+            return None
+        return f"under masks an E-step must count all of its {size} examples"
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.compression import SKETCH, Sketch, sketch_key
 from coterie.engines.engine import Answers, Question
 from coterie.engines.peer import Peer
 from coterie.engines.remote.messages import answer_message, decoded
 from coterie.engines.requests import to_array
-from coterie.engines.sketch import SKETCH, Sketch, sketch_key
 from coterie.privacy.masks import digest_of
 from coterie.privacy.sums import SumsOnly
 
@@ -25,7 +25,7 @@ MOST_OPEN = 8
 """How many sums a peer keeps open; the oldest is given up for one more."""
 
 
-class Outcome(IntEnum):
+class SumOutcome(IntEnum):
     """What became of a question to a peer at a point: nothing that can be used, or a refusal."""
 
     NOTHING = 0
@@ -177,7 +177,7 @@ class PartialSums:
             raise ValueError("sketches are too long")
         asked = ~weights[:, column].isnan()
         allowed = asked if strict is None else asked & strict.allowed(weights)
-        outcomes = torch.where(asked, Outcome.REFUSED, Outcome.NOTHING)
+        outcomes = torch.where(asked, SumOutcome.REFUSED, SumOutcome.NOTHING)
         given = torch.zeros(weights.shape, dtype=torch.bool)
         x = self.peer.passes.parameters
         total = torch.zeros(len(points), size, dtype=x.dtype)
@@ -190,7 +190,7 @@ class PartialSums:
         if (sent := reply.pop("gradients", None)) is not None:
             rows, places = _tensor(sent).to(total), allowed.nonzero().flatten()
             finite = rows.isfinite().all(1)
-            outcomes[places] = torch.where(finite, Outcome.GRADIENT, Outcome.NOTHING)
+            outcomes[places] = torch.where(finite, SumOutcome.GRADIENT, SumOutcome.NOTHING)
             used = places[finite]
             total[used] = weights[used, column, None].to(total) * rows[finite]
             given[used, column] = True
@@ -231,7 +231,7 @@ def read_sum(
         given &= ~question.weights.isnan().cpu()
     lost = ~sums.isfinite().all(1)
     sums, given = sums.masked_fill(lost[:, None], 0.0), given & ~lost[:, None].cpu()
-    refused = outcomes == Outcome.REFUSED
+    refused = outcomes == SumOutcome.REFUSED
     for name in asked:
         k = names.index(name)
         missing = ~question.weights[:, k].isnan().cpu() & ~given[:, k]
@@ -239,7 +239,7 @@ def read_sum(
             at = int(missing.int().argmax())
             no_sum = "the sum is not finite" if lost.any() else "no sum"
             said = "refused" if refused[at, k] else "not finite"
-            left_out[name] = no_sum if outcomes[at, k] == Outcome.GRADIENT else said
+            left_out[name] = no_sum if outcomes[at, k] == SumOutcome.GRADIENT else said
     there = (question.weights.cpu().masked_fill(~given, 0.0)).sum(1).to(points)
     return Answers(sums, there, left_out, sketches=shown, refused=refused)
 

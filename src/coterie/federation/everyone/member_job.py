@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coterie.federation.everyone.member import REFUSAL, MemberRun
+from coterie.federation.everyone.member_run import REFUSAL, MemberRun
 from coterie.federation.lead_job import CollabSites
 from coterie.federation.site_job import Answering, by_server, folder_here, init, logger, publish
 from coterie.registry import import_from_environment

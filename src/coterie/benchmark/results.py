@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store
 from coterie.benchmark.conditions import CONDITIONS
-from coterie.benchmark.settings import BUDGET, PLAIN_RATES, RATES
-from coterie.benchmark.summary import (
+from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
+from coterie.benchmark.tools import TOOLS
+from coterie.benchmark.totals import (
     ALONE,
     HARMED,
     LEVEL,
@@ -22,7 +23,6 @@ from coterie.benchmark.summary import (
     summary,
     table,
 )
-from coterie.benchmark.tools import TOOLS
 from coterie.recording import files
 from coterie.recording.configuration import counted
 

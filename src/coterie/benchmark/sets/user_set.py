@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from coterie.benchmark.models import MODELS, MakeModel
+from coterie.benchmark.networks import MODELS, MakeModel
 from coterie.benchmark.population import Population
 from coterie.errors import DataError
 from coterie.registry import Registry

@@ -64,7 +64,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MethodSetting:
     """One way to train; the step size is left open."""
 
     make: Knobs | Fixed  # makes the rule or method
@@ -73,7 +73,7 @@ class Setting:
     weight_decay: float = 0.0  # Adam's, on all parameters
     plain_steps: bool = False  # of gradient descent, as methods take them, in the place of Adam's
     # another setting, whose model at its best step size is the one to start from
-    start: "Setting | None" = None
+    start: "MethodSetting | None" = None
     lrs: tuple[float, ...] = RATES  # the step sizes that it is tried at
     # of `train`; no guard unless named here
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -102,7 +102,7 @@ class Contender:
     """
 
     name: str
-    settings: tuple[Setting, ...]
+    settings: tuple[MethodSetting, ...]
 
     def fits(self, people: Population) -> bool:
         """Say whether it can learn from these examples: from any."""
@@ -115,7 +115,9 @@ class Contender:
             raise KnobError(
                 f"the contender {name!r} has nothing to try; name a rule or a method, or several"
             )
-        return cls(name, tuple(Setting(Fixed(thing), lrs=usual_rates(thing)) for thing in each))
+        return cls(
+            name, tuple(MethodSetting(Fixed(thing), lrs=usual_rates(thing)) for thing in each)
+        )
 
 
 def usual_rates(thing: object) -> tuple[float, ...]:
@@ -123,11 +125,11 @@ def usual_rates(thing: object) -> tuple[float, ...]:
     return PLAIN_RATES if algorithm_of(thing).counts == "rounds" else RATES
 
 
-def schedules(make: Knobs, start: Setting | None = None) -> tuple[Setting, ...]:
+def schedules(make: Knobs, start: MethodSetting | None = None) -> tuple[MethodSetting, ...]:
     """Return a rule with constant steps, with decreasing ones, with the tail averaged, and with weight decay."""
     return (
-        Setting(make, start=start),
-        Setting(make, lr_schedule="decreasing", start=start),
-        Setting(make, tail_average=True, start=start),
-        Setting(make, weight_decay=0.1, start=start),
+        MethodSetting(make, start=start),
+        MethodSetting(make, lr_schedule="decreasing", start=start),
+        MethodSetting(make, tail_average=True, start=start),
+        MethodSetting(make, weight_decay=0.1, start=start),
     )

@@ -1,0 +1,80 @@
+"""Is the default for tables, linear models and trees mixed, as good as the best of its parts?
+
+    coterie --import benchmarks/r_tables.py bench --data DIR --sets heart,school,r-exam
+        --methods sklearn-alone,sklearn-forest,sklearn-trees,mixture,mixture-trees --users 8 --out bench
+    python benchmarks/trees.py bench
+
+By condition the mean over sets of `mixture-trees` less each rival, ± the standard error between
+sets: accuracy, or −RMSE in standard deviations; then the log loss of sets with classes (less is
+better). "Alone" is in every cell (a set and a condition) the better of the strong linear model and
+the forest by the mean score, known in hindsight. Last, the cells where the default is worse, or
+better, than that by three standard errors over users. It reads the cells that are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+OURS = "mixture-trees"
+ALONE = ["sklearn-alone", "sklearn-forest"]
+RIVALS = [*ALONE, "sklearn-trees", "mixture"]
+CELL = ["set", "condition"]
+
+
+def rows_of(folder: Path) -> pd.DataFrame:
+    """Return a row for each user and method; users that a method has not done are left out."""
+    lines = [json.loads(path.read_text()) for path in sorted(folder.glob("cells/**/*.json"))]
+    rows = pd.DataFrame(lines).query("model == 'linear'")
+    rows["score"] = rows["score"].astype(float)
+    return rows
+
+
+def paired(rows: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Return a row for each user, a column for each method; Alone's is the better in the cell."""
+    wide = rows.pivot_table(index=[*CELL, "user", "seed"], columns="method", values=value)
+    return wide[[OURS, *RIVALS]].dropna()
+
+
+def told(differences: Any) -> str:
+    """Return a mean and its standard error between sets."""
+    return f"{differences.mean():+.3f} ± {differences.sem():.3f}"
+
+
+def main() -> None:
+    """Print the comparison of a folder of `coterie bench`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    rows = rows_of(parser.parse_args().folder)
+    scores, losses = (paired(rows, value) for value in ("score", "loss"))
+    better: Any = scores.groupby(CELL)[ALONE].mean().idxmax(axis=1)
+    for table in (scores, losses):
+        table["Alone"] = [
+            row[better[where[:2]]]
+            for where, row in zip(table.index, table.to_dict("records"), strict=True)
+        ]
+    classes = set(rows[rows["metric"] == "accuracy"]["set"])
+    losses = losses[losses.index.get_level_values("set").isin(classes)]
+    for title, table in {"score": scores, "log loss": losses}.items():
+        means = table.groupby(CELL).mean()
+        print(f"{OURS}, {title}, less")
+        for condition in sorted(set(means.index.get_level_values("condition"))):
+            some = means.xs(condition, level="condition")
+            against = {name: told(some[OURS] - some[name]) for name in ["Alone", *RIVALS]}
+            words = "; ".join(f"{name} {said}" for name, said in against.items())
+            print(f"  {condition} ({len(some)} sets): {words}")
+    by_cell = (scores[OURS] - scores["Alone"]).groupby(CELL)
+    change = pd.DataFrame({"mean": by_cell.mean(), "error": by_cell.sem(), "users": by_cell.size()})
+    ratio = change["mean"] / change["error"].where(change["error"] > 0)
+    for word, cells in {"worse": change[ratio < -3], "better": change[ratio > 3]}.items():
+        print(f"{word} than Alone by three standard errors in {len(cells)} of {len(change)} cells")
+        if word == "worse":
+            print(cells.round(4).to_string() if len(cells) else "")
+
+
+if __name__ == "__main__":
+    main()
