@@ -183,9 +183,9 @@ def _plain(by_user: Mapping[str, Cost | Traffic]) -> dict[str, dict[str, float]]
 Taken: TypeAlias = tuple[float, Mapping[str, str]]
 """User 0's loss in a step that was taken, and who was left out of it and why."""
 MOST_REASONS, OTHER_REASONS = 20, "other reasons"
+"""How many reasons why a peer was left out are told apart."""
 MOST_STRETCHES = 1000
 """Of steps without a peer; the last one then goes on, gaps or not."""
-"""How many reasons why a peer was left out are told apart."""
 
 
 class OngoingRun(ResumableRun):
