@@ -347,6 +347,9 @@ class ClosedForm(Learner):
             raise TypeError(f"{type(engine).__name__} has no `e_step`")
         told = engine.capabilities.examples
         examples = max([told.get(name) or 1 for name in engine.names], default=1)
+        by_size: dict[int | None, list[str]] = {}
+        for name in engine.names:
+            by_size.setdefault(told.get(name), []).append(name)
         alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
 
         elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
@@ -358,8 +361,9 @@ class ClosedForm(Learner):
             answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
             if elsewhere and (said := ends.after_one()):
                 logger.warning("%s", said)
-            for name in (name for name in engine.names if name not in answers.left_out):
-                self.costs.compute([name], told.get(name), times=question.gradients)
+            for many, names in by_size.items():
+                gave = [name for name in names if name not in answers.left_out]
+                self.costs.compute(gave, many, times=question.gradients)
             self._missed.update(list(answers.left_out))
             missed = answers.left_out.items()
             self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.mixture.answers import EStep
+from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.candidates import (
     FOLDS,
     Candidates,
@@ -164,13 +164,16 @@ def driven(asking: Generator[PriorQuestion, PriorAnswer, T], ask: Ask) -> T:
 
 
 def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
-    """Return what asks peers whose scaled rows are at hand, one after the other."""
+    """Return what asks peers whose scaled rows are at hand."""
     heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
+    stacks = StackedUsers.by_size([rows.finite() for rows in peers])
 
     def ask(question: PriorQuestion) -> PriorAnswer:
         scaling = Scaling.none(question.priors.mean.shape[0], question.priors.mean.shape[2])
         asked = EStep(family.name, scaling, question.priors, question.told, max(1.0, examples))
-        numbers = np.array([asked.answer(rows.finite()) for rows in peers])
+        numbers = np.empty((len(peers), *asked.shape))
+        for places, users in stacks:
+            numbers[places] = asked.answers(users)
         return heard.answer(question, asked, numbers)
 
     return ask

@@ -85,40 +85,34 @@ class Heard:
     """
 
     def __init__(self) -> None:
-        self._modes: dict[int, Sums] = {}  # the last posterior of each peer, `first` being its mode
+        # what each peer last told of its posterior, and the question that it answered
+        self._last: dict[int, tuple[EStep, Array]] = {}
 
     def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
         """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
         there = np.isfinite(numbers).all((1, 2))
-        told = {k: asked.read(np.clip(numbers[k], -1, 1)) for k in np.flatnonzero(there).tolist()}
-        gradients = np.full((len(numbers), question.priors.mean[:, 0].size), np.nan)
+        given = np.where(there[:, None, None], np.clip(numbers, -1, 1), 0.0)
+        weights, gradients = question.weights * there, None
+        sums, answered = asked.read(np.einsum("pk,kps->ps", weights, given)), weights.sum(1)
         if question.told == "posterior":
-            mean = question.priors.mean
-            before = {k: self._again(one, question.priors) for k, one in self._modes.items()}
-            self._modes |= {k: one._replace(first=one.first + mean) for k, one in told.items()}
-            told = before | told
+            for k in self._last.keys() - set(np.flatnonzero(there).tolist()):
+                again, weight = self._again(k, question.priors), question.weights[:, k]
+                answered += weight
+                more = (each * (weight[:, None] if each.ndim > 1 else weight) for each in again)
+                sums = Sums(*(a + b for a, b in zip(sums, more, strict=True)))
+            self._last |= {k: (asked, given[k]) for k in np.flatnonzero(there).tolist()}
         elif "gradient" in question.told:
-            for k, one in told.items():
-                gradients[k] = one.gradient[:, 0].ravel() / np.maximum(one.share[0], 1e-12)
-        sums = Sums(*(np.zeros_like(each) for each in asked.read(np.zeros(asked.shape))))
-        answered = np.zeros(len(question.weights))
-        for k, one in told.items():
-            weight = question.weights[:, k]
-            answered += weight
-            columns = weight[:, None]
-            sums = Sums(
-                *(
-                    a + b * (columns if b.ndim > 1 else weight)
-                    for a, b in zip(sums, one, strict=True)
-                )
-            )
+            parts = asked.parts(given)
+            shares = np.maximum(parts["share"][:, :1], 1e-12)
+            gradients = parts["gradient"][:, 0].reshape(len(given), -1) / shares
+            gradients[~there] = np.nan
         return PriorAnswer(sums, answered, gradients, question.own)
 
-    @staticmethod
-    def _again(last: Sums, priors: Priors) -> Sums:
+    def _again(self, peer: int, priors: Priors) -> Sums:
         """Return what a peer last told, as if it had told it under these priors."""
-        most = FARTHEST * np.sqrt(priors.variance)
-        first = np.clip(last.first - priors.mean, -most, most)
+        asked, numbers = self._last[peer]
+        last, most = asked.read(numbers), FARTHEST * np.sqrt(priors.variance)
+        first = np.clip(last.first + asked.priors.mean - priors.mean, -most, most)
         variance = np.minimum(last.variance, priors.variance)
         return last._replace(first=first, second=np.square(first), variance=variance)
 

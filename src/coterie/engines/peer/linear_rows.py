@@ -41,6 +41,12 @@ def linear_of(model: nn.Module) -> nn.Linear | None:
     )
 
 
+def rows_key(work: EStep, x: Tensor) -> tuple[Any, ...]:
+    """Return what scaled rows depend on beside the user."""
+    about = [each.tobytes() for each in work.scaling[:4]]
+    return (work.family, work.layer, x.cpu().numpy().tobytes() if work.layer else b"", *about)
+
+
 class LinearRows:
     """What a user answers to an `EStep`: its rows go through the model up to the layer, and are kept.
 
@@ -85,7 +91,7 @@ class LinearRows:
             size: as for `EStep.answer`.
             norm: as for `EStep.answer`.
         """
-        return torch.from_numpy(work.answer(self._rows(work, x), size, norm).ravel())
+        return torch.from_numpy(work.answer(self.rows(work, x), size, norm).ravel())
 
     def _layer(self, work: EStep) -> nn.Linear | None:
         if not work.layer:
@@ -93,11 +99,9 @@ class LinearRows:
         layer = dict(self.passes.model.named_modules()).get(work.layer)
         return layer if isinstance(layer, nn.Linear) else None
 
-    def _rows(self, work: EStep, x: Tensor) -> Rows:
+    def rows(self, work: EStep, x: Tensor) -> Rows:
         """Return the scaled rows; those of the last question where nothing about them has changed."""
-        about = [each.tobytes() for each in work.scaling[:4]]
-        at = x.cpu().numpy().tobytes() if work.layer else b""
-        key = (work.family, work.layer, at, *about)
+        key = rows_key(work, x)
         if self._kept is None or self._kept[0] != key:
             self._kept = key, work.rows(*self._numbers(work, x))
         return self._kept[1]
