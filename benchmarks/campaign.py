@@ -22,9 +22,11 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import audit
 import numpy as np
 import torch
 from typer.testing import CliRunner
@@ -128,14 +130,35 @@ def fuzz(name: str, count: int, seed: int) -> dict[str, Any]:
     return {"n": count, "bad": sum(bad.values()), "told": str(dict(outcomes))[:300]}
 
 
-def oracles(count: int, seed: int) -> dict[str, Any]:
-    """Return how many attacks on masked sums told one site from another beside the sum."""
-    return {"n": count, "bad": support("intruders").masked_oracles(count, seed)}
+INTRUDERS = {
+    "oracles": ("masked_oracles", 1, "a site told from another"),
+    "views": ("inconsistent_views", 1, "a site told beside the sum"),
+    "calls": ("sealed_calls", 10, "believed"),
+    "relay": ("relayed", 2, "believed, or answered twice"),
+    "letters": ("forged_letters", 1, "believed"),
+}
+"""By part: who tries, how often at each count, and what is bad."""
 
 
-def calls(count: int, seed: int) -> dict[str, Any]:
-    """Return how many calls between sites were believed that a server altered, repeated, moved or made up."""
-    return {"n": 10 * count, "bad": support("intruders").sealed_calls(count, seed)}
+def intruder(part: str, count: int, seed: int) -> dict[str, Any]:
+    """Return how many attempts of somebody with a program of its own came to something."""
+    name, each, _ = INTRUDERS[part]
+    return {"n": each * count, "bad": getattr(support("intruders"), name)(count, seed)}
+
+
+def audited(name: str, runs: int) -> dict[str, Any]:
+    """Return whether a private peer told more than it states, or one that cheats was not found out."""
+    case = (audit.HONEST | audit.CHEATS)[name]
+    bound = audit.audited(case, runs, confidence=0.999)
+    bad = bound > case.stated if name in audit.HONEST else bound <= case.stated
+    return {"n": runs, "bad": bad, "told": f"ε at least {bound:.2f}, stated {case.stated:.2f}"}
+
+
+def crowd(odd: float, steps: int) -> dict[str, Any]:
+    """Return whether what user 0 holds for 100 sites grew by more than a twentieth."""
+    held, grew = support("intruders").memory_of_a_crowd(100, steps, 100_000, odd)
+    told = f"{held:.2f} times the sites' gradients, growth {grew:.3f}"
+    return {"n": 100, "bad": grew > 1.05, "told": told}
 
 
 def bombs() -> dict[str, Any]:
@@ -199,8 +222,9 @@ DOES: dict[str, Callable[..., dict[str, Any]]] = {
     "kill points": kill_points,
     "ledgers": ledgers,
     "fuzz": fuzz,
-    "oracles": oracles,
-    "calls": calls,
+    **{part: partial(intruder, part) for part in INTRUDERS},
+    "audit": audited,
+    "crowd": crowd,
     "bombs": bombs,
     "inputs": inputs,
     "commands": commands,
@@ -214,8 +238,9 @@ BAD = {
     "kill points": "runs lost or other bits",
     "ledgers": "budget lost or overspent",
     "fuzz": "untyped errors",
-    "oracles": "a site told from another",
-    "calls": "believed",
+    **{part: bad for part, (_, _, bad) in INTRUDERS.items()},
+    "audit": "more told than stated, or a cheat not found",
+    "crowd": "grew by more than 5 %",
     "bombs": "read, or a raw error",
     "inputs": "not refused in words",
     "commands": "tracebacks",
@@ -263,7 +288,17 @@ def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
         "oracles": [
             ("masked sums", (5 if quick else 250, seed)) for seed in range(1 if quick else 4)
         ],
+        "views": [("masked sums", (20 if quick else 1000, 0))],
         "calls": [("through a server", (20 if quick else 1000, 0))],
+        "relay": [("calls and replies on the way", (20 if quick else 5000, 0))],
+        "letters": [("between processes", (20 if quick else 5000, 0))],
+        "audit": [
+            (name, (name, 2000 if quick else 20_000)) for name in audit.HONEST | audit.CHEATS
+        ],
+        "crowd": [
+            (f"100 sites, {odd:.0%} of answers odd", (odd, 20 if quick else 200))
+            for odd in (0.0, 0.3)
+        ],
         "bombs": [("in the place of files", ())],
         "inputs": [("library", ())],
         "commands": [("command line", ())],

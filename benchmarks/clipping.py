@@ -33,7 +33,7 @@ from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event
-from coterie.privacy.clipping import clipped_sum, noisy
+from coterie.privacy.noise import clipped_sum, noisy
 
 
 def main() -> None:

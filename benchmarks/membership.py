@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.in_process.passes import Passes
-from coterie.privacy.clipping import clip_factors
+from coterie.privacy.noise import clip_factors
 
 Examples: TypeAlias = tuple[Tensor, Tensor]
 UNKNOWN = 0.01

@@ -24,8 +24,8 @@ from users_in_turn import options, problem_of, users_of
 import coterie
 from coterie.benchmark.sets import SETS
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
+from coterie.engines.compression import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.engines.engine import Answers, Capabilities, Question
-from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.learners.spec import RunSpec
 from coterie.recording.costs import Costs
 

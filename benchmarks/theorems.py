@@ -1,6 +1,6 @@
 """Bounds against exact moments of many random problems: the largest ratio of the error to its bound.
 
-python benchmarks/theorems.py [--problems 5000]
+python -m benchmarks.theorems [--problems 5000]
 """
 
 import argparse

@@ -84,7 +84,7 @@ sys.modules["fcntl"] = None
 sys.modules["msvcrt"] = {there if windows else None}
 from pathlib import Path
 from coterie.recording.claim import claimed
-from coterie.recording.locks import fcntl
+from coterie.recording.files import fcntl
 assert fcntl is None
 import coterie
 coterie.train

@@ -126,3 +126,22 @@ def test_the_consortium_of_containers_runs_commands_that_exist() -> None:
     for site in ("basel", "bern"):
         (volume,) = services[site]["volumes"]
         assert volume["volume"]["subpath"] == f"sites/{site}", "a site sees its own folder alone"
+
+
+def test_what_security_names_is_there_and_short_enough_to_read() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1500
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "listening" not in path.parts]
+    defined = {
+        name
+        for path in files
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    named = re.findall(r"`(test_\w+)`", text)
+    assert len(named) > 25
+    assert [name for name in named if name not in defined] == []
+    places = re.findall(r"`((?:tests/|test_|benchmarks/)[\w/.]*)`", text)
+    paths = [place for place in places if place not in named]
+    known = {str(path.relative_to(ROOT)) for path in files} | {path.name for path in files}
+    assert len(paths) > 5
+    assert [path for path in paths if path not in known and not (ROOT / path).is_dir()] == []

@@ -220,7 +220,7 @@ def test_resuming_measures_and_chooses_nothing_again(
     def refuse(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("coterie.training.choose.before_training", refuse)
+    monkeypatch.setattr("coterie.training.algorithm.before_training", refuse)
     monkeypatch.setattr("coterie.choosing.auto.before_training", refuse)
     for name, rule in rules.items():
         run = trained(rule, name, resume=True)

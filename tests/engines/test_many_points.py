@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.capabilities import AsksAtPoints
+from coterie.engines.compression import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.engines.engine import MakeEngine, Question
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
@@ -31,7 +32,6 @@ from coterie.engines.processes.engine import serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
 from coterie.engines.requests import Request
-from coterie.engines.sketch import SKETCH, Sketch, sketch_key, sketch_size
 
 NAN = math.nan
 

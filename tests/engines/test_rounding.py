@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import coterie
+from coterie.engines.compression import Rounding
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
-from coterie.engines.rounding import Rounding
 from coterie.errors import KnobError
 
 # which refuses it

@@ -8,7 +8,7 @@ from scipy.stats import mannwhitneyu
 
 from coterie.errors import KnobError
 from coterie.evaluation import conformal
-from coterie.evaluation.conformal import Calibration, scores
+from coterie.evaluation.conformal import Calibration, scores, scores_of_losses
 
 
 @pytest.mark.parametrize("coverage", [0.5, 0.8, 0.9])
@@ -86,6 +86,16 @@ def test_likeness_is_the_rank_test_of_scipy() -> None:
 def test_scores_are_residuals_and_what_is_missing_to_one() -> None:
     assert scores(np.array([[1.0], [4.0]]), np.array([3.0, 3.5])).tolist() == [2.0, 0.5]
     assert scores(np.array([[0.25, 0.75]]), np.array([1])).tolist() == [0.25]
+
+
+def test_losses_tell_the_same_scores() -> None:
+    rng = np.random.default_rng(4)
+    logits, classes = rng.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    losses = -np.log(shares[np.arange(6), classes])
+    assert np.allclose(scores_of_losses(losses, classes=True), scores(shares, classes))
+    told, true = rng.normal(size=(2, 6))
+    assert np.allclose(scores_of_losses((told - true) ** 2, classes=False), scores(told, true))
 
 
 def test_a_coverage_that_is_none_is_refused() -> None:

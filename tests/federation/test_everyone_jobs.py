@@ -168,12 +168,20 @@ def test_a_server_that_repeats_alters_or_moves_a_call_gets_nothing(
         assert set(a.answer(call | other)) == {"refused"}
     assert set(members["c"].answer(call)) == {"refused"}
     assert a.responder.peer.ledger.given == 1
+    offers = {name: one.calls.offer for name, one in members.items() if one.calls}
+    a.key("job 2")
+    assert a.meet(offers) == {"met": []}, "a key is for one job"
     in_a_job(members, "job 1")  # another one of the same name
     assert set(a.answer(call)) == {"refused"}
 
 
 def test_no_call_that_was_altered_moved_or_made_up_is_believed() -> None:
     assert intruders.sealed_calls(20, seed=0) == 0
+
+
+def test_a_server_that_drops_repeats_swaps_and_alters_costs_answers_only() -> None:
+    """Every reply that is taken is that of its call, and no call is answered twice."""
+    assert intruders.relayed(300, seed=0) == 0
 
 
 def test_a_server_that_alters_or_changes_round_replies_is_not_believed(

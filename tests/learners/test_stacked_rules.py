@@ -3,7 +3,7 @@
 import torch
 
 from coterie import WeightedAveraging
-from coterie.learners.stacked_rules import StackedRules
+from coterie.learners.program import StackedRules
 
 
 def test_each_row_follows_its_own_knobs() -> None:

@@ -12,8 +12,15 @@ from scipy import stats
 
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
-from coterie.privacy.clipping import clipped_sum, noisy
-from coterie.privacy.randomness import CHUNK, normals, normals_of, poisson_sample, uniforms
+from coterie.privacy.noise import (
+    CHUNK,
+    clipped_sum,
+    noisy,
+    normals,
+    normals_of,
+    poisson_sample,
+    uniforms,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

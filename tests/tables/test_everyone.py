@@ -178,6 +178,8 @@ def test_a_folder_that_is_resumed_stays_as_it_is_and_a_planted_path_is_refused(
 ) -> None:
     out, table = trained
     before = predict(out, table)
+    answers = predict(out, table, coverage=0.9)  # each by the scores of its user's model
+    assert list(answers.columns)[1] in {"set", "lower"}
     again = [
         "train",
         "--data",
@@ -192,6 +194,7 @@ def test_a_folder_that_is_resumed_stays_as_it_is_and_a_planted_path_is_refused(
     )
     assert result.exit_code == 0, result.output
     pd.testing.assert_frame_equal(predict(out, table), before)
+    pd.testing.assert_frame_equal(predict(out, table, coverage=0.9), answers)
     about = files.read_json(out / FILE, "")
     for place in ("../elsewhere", "/etc", ".."):
         files.write_json(out / FILE, about | {"folders": {"Bern": place}})

@@ -19,11 +19,14 @@ import coterie
 from coterie.data import from_table
 from coterie.errors import FileError, KnobError, ModelError
 from coterie.evaluation import METRICS
+from coterie.mixture.families import SQUARED
+from coterie.mixture.fit import fit_here
 from coterie.recording import files
 from coterie.tables import models
 from coterie.tables.fit import fit
 from coterie.tables.predict import predict
 from coterie.tables.report import metrics_of
+from coterie.users.sampling import random_key
 
 
 def visits(n: int = 90) -> pd.DataFrame:
@@ -286,6 +289,25 @@ def test_intervals_and_sets_come_from_the_scores_beside_the_model(tmp_path: Path
         )
         > 0.8
     )
+
+
+def test_own_rows_calibrate_by_models_that_did_not_see_them(tmp_path: Path) -> None:
+    """Their scores are those of `fit_here` on the same numbers, in the units of the target."""
+    task = from_table(visits(), user_column="who", target="y", me="a", validation=0.0)
+    run = fit(task, coterie.Mixture(), "linear", tmp_path / "run")
+    assert run is not None
+    rows = [
+        [part.double().numpy() for part in user.examples.take(torch.arange(len(user)))]
+        for user in (task.me, *task.peers)
+    ]
+    seed = random_key(0, "a/folds") % 2**32
+    (x, y), peers = rows[0], [(inputs, targets) for inputs, targets in rows[1:]]
+    losses = fit_here(x, y, peers, SQUARED, seed=seed).served.losses
+    saved = files.read_json(tmp_path / "run" / "calibration.json", "")["own"]
+    expected = task.preparation.scale * np.sqrt(losses)
+    assert np.allclose(saved[-len(task.me) :], expected, rtol=1e-4)
+    assert task.me.test is not None
+    assert len(saved) == len(task.me) + len(task.me.test)
 
 
 def test_a_folder_without_scores_says_what_to_do(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def centred(name: str, at: float) -> User:
 
 @pytest.fixture
 def seeded_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.privacy.randomness.os.urandom", np.random.default_rng(7).bytes)
+    monkeypatch.setattr("coterie.privacy.noise.os.urandom", np.random.default_rng(7).bytes)
 
 
 @pytest.mark.usefixtures("seeded_secrets")

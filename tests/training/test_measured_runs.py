@@ -53,7 +53,7 @@ def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch)
         )
 
     assert not trained(coterie.Alone()).record.configuration.estimates
-    monkeypatch.setattr("coterie.training.choose.MAX_GRADIENT_BYTES", 3 * 21 * 8 - 1)
+    monkeypatch.setattr("coterie.training.algorithm.MAX_GRADIENT_BYTES", 3 * 21 * 8 - 1)
     run = trained(coterie.WeightedAveraging(0.5))
     assert "would take 0.0 GiB" in run.record.configuration.not_measured
     assert "constants not measured: every peer's gradient" in run.summary()

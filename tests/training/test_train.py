@@ -22,6 +22,7 @@ from coterie.errors import KnobError
 from coterie.gradients.gradients import receive, weighted_sum
 from coterie.recording import UserSummary, checkpoint
 from coterie.recording.costs import Traffic
+from coterie.training import ongoing
 
 Users = Callable[..., list[coterie.User]]
 
@@ -212,6 +213,18 @@ def test_all_peers_left_out_in_every_step_is_alone(make_users: Users, rule: Any)
     assert [p.own_loss for p in run.record.points[1:]] == [
         p.own_loss for p in quiet.record.points[1:]
     ]
+
+
+def test_no_peer_fills_the_record_with_reasons_of_its_own(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exploit: another reason at every step, each kept for good."""
+    monkeypatch.setattr(ongoing, "MOST_REASONS", 5)
+    rule = coterie.WeightedAveraging(0.9)
+    _, run = spoilt_run(make_users(), rule, lambda name, step, row: row[: -step - 1])
+    assert len(run.record.end.left_out) == 3
+    for reasons in run.record.end.left_out.values():
+        assert (len(reasons), reasons[ongoing.OTHER_REASONS]) == (6, 10)
 
 
 def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:

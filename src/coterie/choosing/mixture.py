@@ -400,6 +400,7 @@ class ClosedForm(Learner):
         self.costs.compute([self.costs.me], len(self.spec.me), times=fitted.exchanges)
         self.state = {
             "step": self.step + 1,
+            "out_of_fold": torch.from_numpy(fitted.served.losses),
             "weight": 1
             - sum(fitted.entries[kind].weight for kind in ALONE_KINDS if kind in fitted.entries),
         }
@@ -420,6 +421,11 @@ class ClosedForm(Learner):
     def trained_alone(self) -> nn.Module | None:
         """Return the mixture of the candidates that ask no peer."""
         return None if self.fitted is None else self._model(self.fitted.alone)
+
+    def out_of_fold(self) -> Array | None:
+        """Return the losses of the own rows by mixtures that did not see their fold."""
+        losses: Tensor | None = self.state.get("out_of_fold")
+        return None if losses is None else losses.numpy()
 
     def _model(self, entry: MixtureEntry | None) -> nn.Module:
         """Return what an entry serves; a copy of the caller's model where that is linear."""

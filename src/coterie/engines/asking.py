@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from coterie.engines.capabilities import AsksAtPoints, Stackable
+from coterie.engines.compression import Sketch, sketch_key
 from coterie.engines.engine import Answers, Engine, PeerEvidence, Question, combined
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
-from coterie.engines.sketch import Sketch, sketch_key
 from coterie.evaluation.evaluate import example_losses, outputs_on, whole_of
 from coterie.gradients.gradients import finite_rows, is_finite
 from coterie.gradients.parameters import Parameters, copied

@@ -118,3 +118,18 @@ def scores(outputs: Array, targets: Array) -> Array:
             1 - np.take_along_axis(outputs, targets.astype(int).reshape(-1, 1), 1)[:, 0]
         )
     return np.abs(targets.reshape(-1) - outputs.reshape(-1))
+
+
+def scores_of_losses(losses: Array, *, classes: bool) -> Array:
+    """Return each row's score from its loss: −log p_y of classes, else the squared error.
+
+    Losses of own rows by models that did not see their fold are told by every fit in folds; so all
+    own rows can calibrate, and none need be held out.
+
+    Example:
+        >>> scores_of_losses(np.array([0.0, np.log(4)]), classes=True).tolist()
+        [0.0, 0.75]
+        >>> scores_of_losses(np.array([0.0, 4.0]), classes=False).tolist()
+        [0.0, 2.0]
+    """
+    return -np.expm1(-losses) if classes else np.sqrt(losses)

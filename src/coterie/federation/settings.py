@@ -23,8 +23,8 @@ from coterie.arguments import (
     optional,
 )
 from coterie.data.reading import FileForm
+from coterie.engines.compression import Compress
 from coterie.engines.peer import Caps
-from coterie.engines.rounding import Compress
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -268,6 +268,9 @@ def members_of(folder: Path) -> tuple[str, ...]:
     return members
 
 
+MOST_SETTINGS = 2**20
+"""How many bytes a file of settings may have."""
+
 _PARTS: Mapping[str, type[Any]] = {
     "data": Data,
     "model": Model,
@@ -283,7 +286,7 @@ def _read(path: Path, kind: type[Any], *, or_else: str = "") -> dict[str, Any]:
 
     Or something else alone.
     """
-    text = files.read(path, "`coterie federate init` writes it")
+    text = files.read(path, "`coterie federate init` writes it", most=MOST_SETTINGS)
     try:
         settings = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML

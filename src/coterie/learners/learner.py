@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -149,6 +151,10 @@ class Learner(ABC):
 
     def trained_alone(self) -> nn.Module | None:
         """Return the model trained alone beside this one, where there is one."""
+        return None
+
+    def out_of_fold(self) -> NDArray[np.float64] | None:
+        """Return the loss of each own example under models that did not see it, where there are such."""
         return None
 
     def account(self, travelled: Mapping[str, Traffic]) -> Mapping[str, Any]:

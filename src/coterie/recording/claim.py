@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from coterie.errors import FileError, KnobError
 from coterie.recording import files
-from coterie.recording.locks import lock_for_process
+from coterie.recording.files import lock_for_process
 
 LOCK = "lock"
 """The file in a folder that the operating system locks; it is there while the folder is claimed."""

@@ -19,6 +19,7 @@ from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.registry import RunFacts
 from coterie.tables import models
+from coterie.tables.calibration import save_calibration, save_pooled_calibration
 from coterie.tables.models import save_model
 from coterie.tables.report import class_shares, metrics_of, warn_of_imbalance, write_report
 from coterie.training.algorithm import Followed
@@ -113,11 +114,13 @@ def _write(out: Path, runs: Runs, table: TableUsers, model: str, user_column: st
     folders, users = folder_names(list(runs.runs)), {user.name: user for user in table.users}
     for name, run in runs.runs.items():
         write(out / folders[name], run)
+        save_calibration(out / folders[name], run, preparation)
         about = preparation, table.target, table.test_rows[name]
         shares = class_shares([users[name]], preparation)
         write_report(out / folders[name], run, *about, shares=shares)
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
+        save_pooled_calibration(out / POOLED, runs.pooled.model, table.users, preparation)
     pages = {name: f"{place}/index.html" for name, place in folders.items()}
     write_everyone_page(out / "index.html", runs, pages)
     files.write_json(out / FILE, {"user_column": user_column, "folders": folders})

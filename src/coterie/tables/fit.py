@@ -190,7 +190,7 @@ def fit(
         try:
             task.preparation.save(out)
             save_model(out, run.model, model, task.n_inputs, task.n_outputs)
-            save_calibration(out, run.model, task)
+            save_calibration(out, run, task.preparation)
             splits = [Split.of(run)] if again else []
             for other in _others(again, out, **everything):
                 if other.stopped is Stopped.CTRL_C:

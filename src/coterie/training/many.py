@@ -27,8 +27,7 @@ from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.recording.record import Record
 from coterie.rules import Alone
 from coterie.training import setup
-from coterie.training.algorithm import algorithm_of
-from coterie.training.choose import with_choice
+from coterie.training.algorithm import algorithm_of, with_choice
 from coterie.training.loop import Loop
 from coterie.training.ongoing import OngoingRun, Taken
 from coterie.training.run import Run, Stopped

@@ -6,6 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from coterie.learners.spec import RunSpec
@@ -65,6 +67,8 @@ class Run:
     unwritten: str = ""
     # what was asked for, with everybody's examples
     spec: RunSpec | None = field(default=None, repr=False)
+    # the loss of each own example under models that did not see it, where the rule fits in folds
+    out_of_fold: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def verdict(self) -> Verdict:

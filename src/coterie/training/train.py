@@ -17,11 +17,10 @@ from coterie.recording.claim import Claim, claimed
 from coterie.recording.configuration import Configuration
 from coterie.recording.progress import interruptible
 from coterie.training import setup
-from coterie.training.choose import choose, with_estimates
+from coterie.training.algorithm import choose, with_estimates
 from coterie.training.hooks import ProgressHook
 from coterie.training.loop import Loop
-from coterie.training.ongoing import OngoingRun
-from coterie.training.resuming import with_earlier_choice
+from coterie.training.ongoing import OngoingRun, with_earlier_choice
 from coterie.training.run import Run
 from coterie.training.setup import check, with_rule, with_usable_peers
 from coterie.training.trackers import trackers_of

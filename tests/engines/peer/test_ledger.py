@@ -17,7 +17,7 @@ import coterie
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger, kept_secret, read_secret
-from coterie.engines.peer.own_draws import OwnDraws
+from coterie.engines.peer.own_gradients import OwnDraws
 from coterie.engines.requests import Request
 from coterie.errors import FileError, KnobError
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.intruders import forged_letters
 from torch import Tensor
 
 from coterie.engines.processes import link as links
@@ -55,6 +56,10 @@ def test_a_letter_without_the_right_tag_ends_the_link() -> None:
         two.read()
     for end in (one, two):
         end.close()
+
+
+def test_no_letter_that_was_altered_repeated_moved_or_left_out_is_believed() -> None:
+    assert forged_letters(50, seed=0) == 0
 
 
 def test_a_letter_that_is_too_long_is_not_read() -> None:

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.engines.processes import link as links
 from coterie.engines.processes.engine import serve
-from coterie.engines.processes.processes import Processes
+from coterie.engines.processes.processes import MOST_STRANGERS, Processes
 from coterie.engines.processes.rendezvous import SECRET_FILE, Address, Rendezvous
 from coterie.errors import KnobError, PeerLost
 from coterie.privacy.sums import SumsOnly
@@ -188,19 +189,25 @@ def _spoil(rendezvous: Rendezvous, note: str) -> None:
     store.set("0", note)
 
 
-def test_idle_strangers_lock_nobody_out() -> None:
-    """The exploit: connections that say nothing, to whoever listens, before the others come."""
+def test_idle_strangers_lock_nobody_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The exploit: more connections that say nothing than may wait, before the others come."""
+    monkeypatch.setattr(links, "GREETING", 10 * processes.PATIENCE)
+
+    def until(there: Callable[[], object]) -> None:
+        end = time.monotonic() + processes.PATIENCE
+        while not there() and time.monotonic() < end:
+            time.sleep(0.01)
 
     def work(rank: int) -> None:
         rendezvous, idle = Rendezvous(processes.PATIENCE), []
+        until((tmp_path / "idle").exists if rank else lambda: True)
         with Processes(rendezvous) as others:
             if rank == 0:
-                end = time.monotonic() + processes.PATIENCE
-                while rendezvous.listener is None and time.monotonic() < end:
-                    time.sleep(0.01)
+                until(lambda: rendezvous.listener)
                 at = rendezvous.where(0)
                 assert at is not None
-                idle = [socket.create_connection(at) for _ in range(20)]
+                idle = [socket.create_connection(at) for _ in range(2 * MOST_STRANGERS)]
+                (tmp_path / "idle").touch()
             assert set(others.exchange("who", {"me": rank}, me=int)) == {1 - rank}
             for connection in idle:
                 connection.close()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.intruders import memory_of_a_crowd
 from tests.support.small_peers import LOSS, model, peer_of
 
 import coterie
@@ -348,3 +349,11 @@ def test_knobs_are_checked(knobs: dict[str, Any], message: str, make_users: User
     options: dict[str, Any] = {"sites": Sites([]), "names": list(TAU)} | knobs
     with pytest.raises(CoterieError, match=message):
         Remote(model(), LOSS, users[0], **options)
+
+
+@pytest.mark.parametrize("odd", [0.0, 0.3])
+def test_user_0_holds_no_more_than_an_answer_of_each_site(odd: float) -> None:
+    """Also where sites send long words, numbers or arrays in the place of gradients."""
+    held, grew = memory_of_a_crowd(30, 20, 20_000, odd)
+    assert held < (1.5 if odd == 0 else 10)
+    assert grew < 1.3

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 from tests.support import fuzz, masked
-from tests.support.intruders import CAPS, at, leaky, logistic, masked_oracles, told_to, transcript
+from tests.support.intruders import (
+    CAPS,
+    at,
+    inconsistent_views,
+    leaky,
+    logistic,
+    masked_oracles,
+    told_to,
+    transcript,
+)
 from tests.support.masked import SLOW, fixed_keys, tau_of, users
 from tests.support.small_peers import LOSS, model
 from torch import Tensor
@@ -549,6 +558,11 @@ def test_points_in_half_precision_are_refused() -> None:
 
 def test_random_questions_tell_no_two_sites_apart() -> None:
     assert masked_oracles(10, seed=1) == 0
+
+
+def test_sites_that_are_asked_inconsistently_tell_nothing_together() -> None:
+    """Other points, steps, keys or agreements for one, parts left out, two rounds of one: noise."""
+    assert inconsistent_views(40, seed=1) == 0
 
 
 def test_unequal_weights_would_tell_sites_apart(tmp_path: Path) -> None:

@@ -329,6 +329,10 @@ class AdaptiveLearner(Learner):
         """Return the mixture of the candidates that ask no peer."""
         return self.looks.model(self.looks.fitted().alone) if self.looks.paths else None
 
+    def out_of_fold(self) -> Array | None:
+        """Return the losses of the own examples by mixtures that did not see their fold."""
+        return self.looks.fitted().served.losses if self.looks.paths else None
+
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights in what would be served now."""
         if not self.looks.paths:

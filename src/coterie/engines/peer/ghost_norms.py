@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from coterie.engines.in_process.layers import gradients_of
@@ -43,27 +44,16 @@ Others' last digits are lost in them.
 LEAST_FACTOR = 1e-30
 """A smaller number has too few digits in single precision to clip by."""
 
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus)
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d)
 _WITHOUT_PARAMETERS = (
-    *(
-        nn.ReLU,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.Softplus,
-        nn.Identity,
-    ),
-    *(
-        nn.MaxPool1d,
-        nn.MaxPool2d,
-        nn.AvgPool1d,
-        nn.AvgPool2d,
-        nn.AdaptiveAvgPool1d,
-        nn.AdaptiveAvgPool2d,
-    ),
+    *_ACTIVATIONS,
+    *_POOLS,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.Identity,
 )
+_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def takes(passes: Passes) -> bool:
@@ -74,9 +64,8 @@ def takes(passes: Passes) -> bool:
     modules = [module for _, module in passes.model.named_modules(remove_duplicate=False)]
     layers = [module for module in modules if _has_parameters(module)]
     parameters = [id(p) for layer in layers for p in layer.parameters()]
-    if (
-        passes.parameters.dtype != torch.float32
-    ):  # norms are sums in double precision of what is in single
+    # norms are sums in double precision of what is in single
+    if passes.parameters.dtype != torch.float32:
         return False
     # none shared, none frozen
     alone = len(parameters) == len(set(parameters)) == len(passes.parameters.named)
@@ -101,37 +90,26 @@ def clipped_sum_by_layer(
         with torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(losses.sum(), [call.output for call in calls])
         each = list(zip(calls, gradients, strict=True))
-        by_layer = [
-            _NORMS[type(call.layer)](call.layer, call.inputs, gradient) for call, gradient in each
-        ]
+        by_layer = [_NORMS[type(c.layer)](c.layer, c.inputs, gradient) for c, gradient in each]
         rows = [
             (call.names[kind], theirs)
             for (call, _), layer in zip(each, by_layer, strict=True)
             for kind, theirs in layer.rows.items()
         ]
-        kept = (
-            torch.cat([theirs.flatten(1) for _, theirs in rows], dim=1)
-            if rows
-            else x.new_zeros(len(losses), 0)
-        )
-        norms = torch.stack(
-            [_norm(kept), *(layer.norm for layer in by_layer if layer.norm is not None)]
-        ).norm(dim=0)
+        none = x.new_zeros(len(losses), 0)
+        kept = torch.cat([none, *(theirs.flatten(1) for _, theirs in rows)], dim=1)
+        known = [layer.norm for layer in by_layer if layer.norm is not None]
+        norms = torch.stack([_norm(kept), *known]).norm(dim=0)
         factors = clip / (norms * (1 + MARGIN)).clamp(min=clip)
-        terms = torch.stack(
-            [layer.terms for layer in by_layer if layer.terms is not None] or [norms]
-        )
+        known = [layer.terms for layer in by_layer if layer.terms is not None]
+        terms = torch.stack(known or [norms])
         holds = (factors * terms <= LOST_DIGITS * clip).all(0) & (factors >= LEAST_FACTOR)
         factors = factors.to(x.dtype)
         into = [views[name].view(-1) for name, _ in rows]
         if rows:
             torch._foreach_copy_(into, torch.split(kept.T @ factors, [len(view) for view in into]))
         for (call, gradient), layer in zip(each, by_layer, strict=True):
-            rest = {
-                kind: views[name][None]
-                for kind, name in call.names.items()
-                if kind not in layer.rows
-            }
+            rest = {k: views[name][None] for k, name in call.names.items() if k not in layer.rows}
             if rest:
                 scaled = gradient * factors.view(-1, *[1] * (gradient.ndim - 1))
                 gradients_of(call.layer, call.inputs[None], scaled[None], rest)
@@ -181,12 +159,10 @@ def _called(
             raise ModelError(
                 f"{layer} takes the examples for channels; give it inputs of 4 dimensions"
             )
-        names = {
-            kind: f"{prefix}.{kind}".lstrip(".")
-            for kind, _ in layer.named_parameters(recurse=False)
-        }
+        kinds = [kind for kind, _ in layer.named_parameters(recurse=False)]
+        names = {kind: f"{prefix}.{kind}".lstrip(".") for kind in kinds}
         given = {kind: parameters[name] for kind, name in names.items()}
-        output = _APPLIED[type(layer)](layer, flowing, given)
+        output: Tensor = functional_call(layer, given, (flowing,))
         if not output.requires_grad:
             output.requires_grad_()
         calls.append(_Call(layer, names, flowing.detach(), output))
@@ -215,20 +191,17 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _is_apart(module: nn.Module) -> bool:
     """Say whether a module of this class treats each example on its own, not in place, and nobody looks on."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    hooks = [getattr(module, f"_{way}_hooks") for way in _HOOKS]
     if getattr(module, "inplace", False) or any(hooks):
         return False
     if type(module) is nn.Flatten:
         return module.start_dim >= 1
-    if isinstance(module, nn.Conv2d) and (
-        module.padding_mode != "zeros" or isinstance(module.padding, str)
-    ):
-        return False
+    if isinstance(module, nn.Conv2d):
+        return (
+            type(module) is nn.Conv2d
+            and module.padding_mode == "zeros"
+            and not isinstance(module.padding, str)
+        )
     return type(module) in (nn.Sequential, *_WITHOUT_PARAMETERS, *_NORMS)
 
 
@@ -322,17 +295,3 @@ _NORMS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], _Norms]] = {
     nn.GroupNorm: _by_formula,
     nn.LayerNorm: _by_formula,
 }
-
-_APPLIED: dict[type[nn.Module], Callable[[Any, Tensor, Mapping[str, Tensor]], Tensor]] = {
-    nn.Linear: lambda layer, x, p: functional.linear(x, p["weight"], p.get("bias")),
-    nn.Conv2d: lambda layer, x, p: functional.conv2d(
-        x, p["weight"], p.get("bias"), layer.stride, layer.padding, layer.dilation, layer.groups
-    ),
-    nn.GroupNorm: lambda layer, x, p: functional.group_norm(
-        x, layer.num_groups, p.get("weight"), p.get("bias"), layer.eps
-    ),
-    nn.LayerNorm: lambda layer, x, p: functional.layer_norm(
-        x, layer.normalized_shape, p.get("weight"), p.get("bias"), layer.eps
-    ),
-}
-"""What a layer does, with parameters that are given."""

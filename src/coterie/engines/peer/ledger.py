@@ -26,8 +26,7 @@ from coterie.privacy.accountant import (
 )
 from coterie.privacy.privacy import Privacy
 from coterie.recording.chained_lines import ChainedLines
-from coterie.recording.files import writing
-from coterie.recording.locks import wait_for_lock
+from coterie.recording.files import wait_for_lock, writing
 
 MAX_LOGGED_CHARACTERS = 200
 """How much of a text that comes from elsewhere, or of an error, a line holds."""

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.engines.compression import HALVES, Rounding
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer.caps import Caps, clipped
 from coterie.engines.peer.ledger import Ledger, Spending, kept_secret
-from coterie.engines.peer.own_draws import secret_bytes
-from coterie.engines.peer.own_gradients import OwnGradients
+from coterie.engines.peer.own_gradients import OwnGradients, secret_bytes
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Reply, Request
-from coterie.engines.rounding import HALVES, Rounding
 from coterie.errors import KnobError
 from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.keys import Identity

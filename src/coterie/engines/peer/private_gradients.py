@@ -15,10 +15,9 @@ from coterie.engines.peer.ghost_norms import MARGIN, clipped_sum_by_layer, takes
 from coterie.errors import CoterieError, DataError, ModelError, blaming
 from coterie.evaluation.losses import PerExample
 from coterie.privacy.accountant import MAX_KINDS, Event
-from coterie.privacy.clipping import clipped_sum, noisy
 from coterie.privacy.masks import NoiseShare
+from coterie.privacy.noise import clipped_sum, noisy, poisson_sample
 from coterie.privacy.privacy import Privacy
-from coterie.privacy.randomness import poisson_sample
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
 from coterie.users.trees import Tree

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.arguments import COUNT
+from coterie.engines.compression import Compress, sketch_size
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.peer import Caps, Peer
@@ -32,8 +33,6 @@ from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.messages import pack_request
 from coterie.engines.remote.responder import Responder
 from coterie.engines.requests import MAX_POINTS, noise_told, promise_told, to_array, whole_number
-from coterie.engines.rounding import Compress
-from coterie.engines.sketch import sketch_size
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost, printable
 from coterie.gradients.gradients import Gradients, complete
 from coterie.gradients.parameters import Parameters

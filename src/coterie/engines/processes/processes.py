@@ -1,6 +1,7 @@
 """The other processes of a run, seen from one of them: it tells them, asks them and answers them."""
 
 import atexit
+import collections
 import itertools
 import logging
 import queue
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeAlias
 
 from torch import Tensor
@@ -35,7 +36,10 @@ LAST_THREAD = "coterie answers the others"
 MOST_QUESTIONS = 16
 """How many questions of one process may wait; those beyond are refused at once."""
 MOST_STRANGERS = 32
-"""How many connections may be proving who they are at the same time; those beyond are closed."""
+"""How many connections may be proving who they are at the same time; beyond, the oldest is closed.
+
+Were it the newest, so many that say nothing would lock out those who come.
+"""
 SHORT = 2**26
 """How many bytes a letter may have before it is known how long those of the run are."""
 POLL = 0.05
@@ -140,7 +144,7 @@ class Processes:
         self._questions: queue.SimpleQueue[tuple[RemoteProcess, int, str, Any] | None] = (
             queue.SimpleQueue()
         )
-        self._strangers = threading.Semaphore(MOST_STRANGERS)
+        self._strangers = collections.deque[socket.socket]()  # who have proved nothing yet
         self._ending, self._over = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
@@ -350,16 +354,21 @@ class Processes:
                 continue
             except OSError:  # closed at the end
                 return
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
+            self._strangers.append(connection)
+            if len(self._strangers) > MOST_STRANGERS:
+                with suppress(IndexError, OSError):  # its own thread closes it
+                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
         """Hand a connection to the process that it is of."""
         try:
             higher = [rank for rank in self.others if rank > self.rank]
-            rank, token, seals = self._greeted(connection, higher, dials=False)
+            try:
+                rank, token, seals = self._greeted(connection, higher, dials=False)
+            finally:
+                with suppress(ValueError):  # it was the oldest
+                    self._strangers.remove(connection)
             mate = self.of_rank(rank)
             link = mate.link
             mate.opened((connection, token, seals))
@@ -370,8 +379,6 @@ class Processes:
         except PeerLost as error:
             logger.info("a connection came to nothing: %s", error)
             connection.close()
-        finally:
-            self._strangers.release()
 
     def _greeted(self, connection: socket.socket, others: Collection[int], *, dials: bool) -> Any:
         run, secret = (self.rendezvous.number, self.size, self.rank), self.rendezvous.secret

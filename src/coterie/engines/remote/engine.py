@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from coterie.arguments import COUNT, POSITIVE, one_of
+from coterie.engines.compression import HALVES, Compress, Rounding, relative_error
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.remote.health import Liveness, seconds_told
 from coterie.engines.remote.masked import MaskedGroups, SecureSums
 from coterie.engines.remote.messages import pack_request, read_reply
-from coterie.engines.remote.sites import CountedTransport, Replies, Sites
+from coterie.engines.remote.sites import CountedTransport, Liveness, Replies, Sites, seconds_told
 from coterie.engines.requests import Request, noise_told, promise_told, whole_number
-from coterie.engines.rounding import HALVES, Compress, Rounding, relative_error
 from coterie.errors import KnobError, printable
 from coterie.gradients.gradients import Gradients, add_up, is_finite
 from coterie.gradients.parameters import frozen_digest

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.engines.compression import relative_error
 from coterie.engines.engine import LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
-from coterie.engines.rounding import relative_error
 from coterie.errors import printable
 from coterie.gradients.gradients import is_finite
 from coterie.gradients.parameters import Parameters
