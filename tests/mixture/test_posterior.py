@@ -103,8 +103,8 @@ def test_both_systems_of_the_squared_loss_agree() -> None:
     np.testing.assert_allclose(
         most_probable(few, SQUARED, priors)[:, 0], np.linalg.solve(precision, right)
     )
-    how = {"tolerance": 1e-4, "iterations": 100}
-    variance = posterior(few, SQUARED, priors, np.ones((4, 1)), **how)[1]
+    ones = np.ones((4, 1))
+    variance = posterior(few, SQUARED, priors, ones, tolerance=1e-4, iterations=100)[1]
     np.testing.assert_allclose(variance[:, 0, 0], np.diag(np.linalg.inv(precision)))
 
 

@@ -90,7 +90,7 @@ class Heard:
 
     def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
         """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
-        there = np.isfinite(numbers).all((1, 2))
+        there = np.asarray(np.isfinite(numbers).all((1, 2)))
         given = np.where(there[:, None, None], np.clip(numbers, -1, 1), 0.0)
         weights, gradients = question.weights * there, None
         sums, answered = asked.read(np.einsum("pk,kps->ps", weights, given)), weights.sum(1)
