@@ -12,6 +12,7 @@ import torch
 
 import coterie
 from coterie.errors import KnobError
+from coterie.mixture.candidates import folds_of
 from coterie.mixture.contributions import contributions, linear_contributions
 from coterie.mixture.families import SQUARED, Array
 
@@ -105,3 +106,47 @@ def test_a_run_and_everybodys_runs_tell_what_peers_contribute() -> None:
         alone.contributions()
     low, high = found["alike"].shapley.interval
     assert low < found["alike"].shapley.value < high
+
+
+def test_of_a_network_they_are_the_losses_of_runs_with_each_coalition() -> None:
+    """Each fold's run with each coalition by itself, in a plain loop; the model given stays as it was."""
+    random = torch.Generator().manual_seed(0)
+
+    def rows(n: int, sign: float) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(n, 2, generator=random)
+        return inputs, torch.tanh(sign * inputs.sum(1, keepdim=True))
+
+    (x, y), peers = (
+        rows(8, 1),
+        [coterie.User("alike", *rows(30, 1)), coterie.User("b", *rows(30, -1))],
+    )
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    loss = torch.nn.functional.mse_loss
+    how: dict[str, Any] = {"steps": 12, "lr": 0.1, "measure": False, "guard": "off", "seed": 3}
+    rule, me = coterie.WeightedAveraging(0.5), coterie.User("me", x, y)
+    found = coterie.train(net, loss, me, peers, rule, **how).contributions(permutations=2)
+    folds = folds_of(np.zeros((8, 1)), 4, 3, classes=False)
+
+    def losses(who: frozenset[str]) -> Array:
+        told = np.empty(8)
+        for fold in range(4):
+            seen = torch.from_numpy(folds != fold)
+            given = [peer for peer in peers if peer.name in who]
+            part = coterie.User("me", x[seen], y[seen])
+            run = coterie.train(net, loss, part, given, rule if given else coterie.Alone(), **how)
+            with torch.no_grad():
+                told[folds == fold] = (run.model(x[~seen]) - y[~seen]).square()[:, 0].numpy()
+        return told
+
+    expected = contributions(losses, ["alike", "b"], permutations=2)
+    for name, one in expected.items():
+        for mine, other in zip(found[name], one, strict=True):
+            assert mine == pytest.approx(other, rel=1e-4, abs=1e-7)
+
+
+def test_groups_come_and_go_together() -> None:
+    found = contributions(losses_of, {"both": ["a", "b"], "c": ["c"]}, permutations=2)
+    gain = losses_of(frozenset()) - losses_of(frozenset("ab"))
+    beside = losses_of(frozenset("c")) - losses_of(frozenset("abc"))
+    assert found["both"].shapley.value == pytest.approx(float((gain + beside).mean() / 2))

@@ -291,6 +291,18 @@ def test_intervals_and_sets_come_from_the_scores_beside_the_model(tmp_path: Path
     )
 
 
+def test_what_each_peer_adds_is_on_the_page_where_it_is_asked_for(tmp_path: Path) -> None:
+    task = from_table(visits(), user_column="who", target="y", me="a", validation=0.0)
+    run = fit(task, coterie.Mixture(), "linear", tmp_path / "run", contributions=True)
+    assert run is not None
+    given = run.contributions()["b"].leave_one_out
+    saved = files.read_json(tmp_path / "run" / "contributions.json", "")
+    assert saved["b"]["leave_one_out"] == pytest.approx(given._asdict())
+    page = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
+    assert "What each peer adds" in page
+    assert f"{given.value:+.3g}" in page
+
+
 def test_own_rows_calibrate_by_models_that_did_not_see_them(tmp_path: Path) -> None:
     """Their scores are those of `fit_here` on the same numbers, in the units of the target."""
     task = from_table(visits(), user_column="who", target="y", me="a", validation=0.0)

@@ -29,9 +29,8 @@ from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.answers import TOLD, EStep
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
-from coterie.mixture.contributions import Contribution, linear_contributions
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, driven, fit
+from coterie.mixture.fit import Fitted, driven, fit, fit_here
 from coterie.mixture.mixing import MixtureEntry, told
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
@@ -266,24 +265,20 @@ def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array,
     return flat, family.targets(targets.detach().cpu().numpy(), outputs)
 
 
-def contributions_to(
-    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
-) -> dict[str, Contribution]:
-    """Return what peers contribute to user 0's closed form; see `Run.contributions`."""
-    why, layer, family = why_not_linear(spec), linear_of(spec.model), family_of(spec.loss)
-    why = why or ("peers' rows are elsewhere" if not spec.peers else None)
-    if why is not None or layer is None or family is None:
-        raise KnobError(
-            f"contributions are those to a linear model whose peers' rows are here, and {why}; give"
-            " `coterie.mixture.contributions.contributions` the losses of each coalition"
-        )
-    k, names = layer.out_features, [peer.name for peer in spec.peers]
-    if unknown := {name for group in (groups or {}).values() for name in group} - set(names):
-        raise KnobError(f"`groups` names {min(unknown)!r}, and the peers are {', '.join(names)}")
-    own, *others = (numbers_of(user.examples, family, k) for user in (spec.me, *spec.peers))
-    how: dict[str, Any] = {"intercept": layer.bias is not None, "groups": groups}
-    rows = dict(zip(names, others, strict=True))
-    return linear_contributions(*own, rows, family, k, permutations=permutations, **how)
+def linear_losses(spec: RunSpec) -> Callable[[frozenset[str]], Array]:
+    """Return what gives the out-of-fold losses of the own rows with a coalition of peers, in closed form."""
+    layer, family = linear_of(spec.model), family_of(spec.loss)
+    if layer is None or family is None:
+        raise AssertionError("a run that is not linear has other losses")
+    k, intercept = layer.out_features, layer.bias is not None
+    x, y = numbers_of(spec.me.examples, family, k)
+    rows = {peer.name: numbers_of(peer.examples, family, k) for peer in spec.peers}
+
+    def losses(who: frozenset[str]) -> Array:
+        peers = [rows[name] for name in rows if name in who]
+        return fit_here(x, y, peers, family, k, intercept=intercept).served.losses
+
+    return losses
 
 
 class ClosedForm(Learner):

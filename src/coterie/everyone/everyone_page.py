@@ -23,10 +23,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def write_everyone_page(path: Path, all_runs: Runs, pages: Mapping[str, str] | None = None) -> Path:
+def write_everyone_page(
+    path: Path,
+    all_runs: Runs,
+    pages: Mapping[str, str] | None = None,
+    given: "pd.DataFrame | None" = None,
+) -> Path:
     """Write the page to one HTML file that needs nothing else, and return its path.
 
-    `pages`: by user, where the page of its own run lies, relative to this one.
+    `pages`: by user, where the page of its own run lies, relative to this one. `given`: who gives
+    what to whom, of `Runs.contributions`.
     """
     runs, gains = all_runs.runs, all_runs.gains
     sections = [
@@ -40,11 +46,29 @@ def write_everyone_page(path: Path, all_runs: Runs, pages: Mapping[str, str] | N
             ],
             charts=[heat_map(all_runs.weights)],
         ),
+        *([] if given is None else [_contributed(given)]),
         Section("Everybody", _others(all_runs), charts=[_links(gains, pages or {})]),
         Section("What it cost each user", tables=[_costs(runs)], folded=True),
     ]
     title = f"A model for each of {len(runs)} users"
     return write_page(path, title, sections, lead=_lead(gains, runs))
+
+
+def _contributed(given: "pd.DataFrame") -> Section:
+    """Return the section of who gives and who takes."""
+    table = given.assign(**{"has of all": given.sum(axis=1)})
+    table.loc["gives all"] = table.sum()
+    rows = [
+        {"user": str(name), **{str(to): f"{value:+.3g}" for to, value in row.items()}}
+        for name, row in table.iterrows()
+    ]
+    text = [
+        "Each row is a user: by how much its loss on own rows, by models that did not see them, is"
+        " lower with each other one, in the mean over orders in which they could have come (Shapley"
+        " values). They are of different losses where targets differ in spread, and have errors: see"
+        " each user's own page. They are no price."
+    ]
+    return Section("Who gives what to whom", text, tables=[rows])
 
 
 def _lead(gains: list[Gain], runs: Mapping[str, Run]) -> Lead:

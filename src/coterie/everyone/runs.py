@@ -9,6 +9,7 @@ from torch import nn
 
 from coterie.everyone.gains import Gain, Overall, by_chance, counted, gain_of, overall
 from coterie.learners.spec import RunSpec
+from coterie.mixture.contributions import Contribution
 from coterie.reporting.whom import heard
 from coterie.training.run import Run, Stopped
 from coterie.users.user import User
@@ -88,13 +89,9 @@ class Runs:
         The sum of a row is what its user has of the others, the sum of a column what its user gives
         them; see `Run.contributions`.
         """
-        import pandas as pd
-
-        names, rows = list(self.runs), []
-        for run in self.runs.values():
-            given = run.contributions(permutations=permutations)
-            rows.append([given[name].shapley.value if name in given else 0.0 for name in names])
-        return pd.DataFrame(rows, index=names, columns=names)
+        return gifts(
+            {name: run.contributions(None, permutations) for name, run in self.runs.items()}
+        )
 
     def join(self, user: User, *, steps: int | None = None) -> "Runs":
         """Return the runs with one for a user who comes later; nobody else trains again.
@@ -128,3 +125,11 @@ class Runs:
         from coterie.everyone.everyone_page import write_everyone_page
 
         return write_everyone_page(Path(path), self)
+
+
+def gifts(given: Mapping[str, Mapping[str, Contribution]]) -> "pd.DataFrame":
+    """Return a row for each user, of the Shapley values that others have for it."""
+    import pandas as pd
+
+    values = [[one[k].shapley.value if k in one else 0.0 for k in given] for one in given.values()]
+    return pd.DataFrame(values, index=list(given), columns=list(given))

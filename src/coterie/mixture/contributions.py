@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -12,6 +13,7 @@ from coterie.arguments import COUNT
 from coterie.mixture.candidates import FOLDS
 from coterie.mixture.families import Array, Family
 from coterie.mixture.fit import fit_here
+from coterie.mixture.mixing import error_of
 
 
 class Estimate(NamedTuple):
@@ -37,12 +39,12 @@ class Contribution(NamedTuple):
 
 def contributions(
     losses: Callable[[frozenset[str]], Array],
-    players: Sequence[str],
+    players: Sequence[str] | Mapping[str, Sequence[str]],
     *,
     permutations: int = 20,
     seed: int = 0,
 ) -> dict[str, Contribution]:
-    """Return what each player contributes, from the loss of each own row with any coalition of them.
+    """Return what each player contributes, from the loss of each own row with any coalition of peers.
 
     The leave-one-out value of k is the mean over rows of losses(all but k) − losses(all). The
     Shapley value is the mean over orders of losses(those before k) − losses(those before k, and k);
@@ -50,14 +52,13 @@ def contributions(
     of one peer have a leave-one-out value near 0 each, as either can replace the other, and share
     their Shapley value.
 
-    Errors are over rows, and for Shapley over the orders drawn too. Those over rows are enlarged by
-    √(1 + K/(K − 1)) for K folds, since folds share the rows that their models were fitted to
-    (Nadeau and Bengio 2003).
+    Errors are over rows, and for Shapley over the orders drawn too. Those over rows allow for folds
+    that share the rows which their models were fitted to, as those of the leaderboard do.
 
     Args:
-        losses: the out-of-fold losses of user 0's rows, of shape (n,), with a coalition, by K folds
-            or more, K being `coterie.mixture.candidates.FOLDS`.
-        players: the names of peers, or of groups of them.
+        losses: the out-of-fold losses of user 0's rows, of shape (n,), with a coalition of peers, by
+            K folds or more, K being `coterie.mixture.candidates.FOLDS`.
+        players: the names of peers, or by name groups of peers, who come and go together.
         permutations: how many orders to draw, an even number at best.
         seed: of the orders.
 
@@ -68,28 +69,30 @@ def contributions(
         [1.1, 0.0]
     """
     COUNT("permutations", permutations)
-    known: dict[frozenset[str], Array] = {}
+    groups = players if isinstance(players, Mapping) else {name: (name,) for name in players}
+    names, known = list(groups), dict[frozenset[str], Array]()
 
     def loss(who: frozenset[str]) -> Array:
         if who not in known:
-            known[who] = np.asarray(losses(who), dtype=np.float64)
+            peers = frozenset(peer for name in who for peer in groups[name])
+            known[who] = np.asarray(losses(peers), dtype=np.float64)
         return known[who]
 
-    everybody, random = frozenset(players), np.random.default_rng(seed)
-    marginal: dict[str, list[Array]] = {name: [] for name in players}
+    everybody, random = frozenset(names), np.random.default_rng(seed)
+    marginal: dict[str, list[Array]] = {name: [] for name in names}
     order: list[str] = []
     for k in range(permutations):
-        order = order[::-1] if k % 2 else [players[i] for i in random.permutation(len(players))]
+        order = order[::-1] if k % 2 else [names[i] for i in random.permutation(len(names))]
         before: frozenset[str] = frozenset()
         for name in order:
             marginal[name].append(loss(before) - loss(before | {name}))
             before |= {name}
     found = {}
-    for name in players:
+    for name in names:
         drawn = np.array(marginal[name])
         shapley = _estimate(drawn.mean(0))
         between = drawn.mean(1).std(ddof=1) / np.sqrt(len(drawn)) if len(drawn) > 1 else np.nan
-        shapley = shapley._replace(error=float(np.hypot(shapley.error, between)))
+        shapley = shapley._replace(error=math.hypot(shapley.error, between))
         found[name] = Contribution(_estimate(loss(everybody - {name}) - loss(everybody)), shapley)
     return found
 
@@ -123,18 +126,15 @@ def linear_contributions(
         >>> given["alike"].shapley.value > given["stranger"].shapley.value
         True
     """
-    players = {name: [name] for name in peers} if groups is None else groups
 
     def losses(who: frozenset[str]) -> Array:
-        rows = [peers[name] for player in players if player in who for name in players[player]]
-        how: dict[str, Any] = {"intercept": intercept, "seed": seed}
-        return fit_here(inputs, targets, rows, family, outputs, **how).served.losses
+        rows = [peers[name] for name in peers if name in who]
+        fitted = fit_here(inputs, targets, rows, family, outputs, intercept=intercept, seed=seed)
+        return fitted.served.losses
 
-    return contributions(losses, list(players), permutations=permutations, seed=seed)
+    return contributions(losses, groups or list(peers), permutations=permutations, seed=seed)
 
 
 def _estimate(values: Array) -> Estimate:
     """Return a mean with its standard error over rows, by K folds."""
-    n, shared = len(values), np.sqrt(1 + FOLDS / (FOLDS - 1))
-    error = float(shared * values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
-    return Estimate(float(values.mean()), error, n)
+    return Estimate(float(values.mean()), error_of(values, FOLDS), len(values))

@@ -169,14 +169,16 @@ def told(changes: Array, folds: int) -> Told:
         >>> [round(number, 2) for number in said]
         [-0.16, -0.4, 0.07]
     """
+    mean, error = float(changes.mean()) if len(changes) else 0.0, error_of(changes, folds)
+    reach = float(stdtrit(len(changes) - 1, 0.975)) * error if error else 0.0
+    return Told(mean, mean - reach, mean + reach)
+
+
+def error_of(changes: Array, folds: int) -> float:
+    """Return the standard error of a mean over rows, of models that were fitted without their fold; see `told`."""
     n = len(changes)
-    mean = float(changes.mean()) if n else 0.0
     spread = float(changes.std(ddof=1)) if n > 1 else 0.0
-    if spread == 0:
-        return Told(mean, mean, mean)
-    error = spread * np.sqrt(1 / n + OVERLAP / (n * max(1, folds - 1)))
-    reach = float(stdtrit(n - 1, 0.975))
-    return Told(mean, *(float(mean + side * reach * error) for side in (-1, 1)))
+    return spread * float(np.sqrt(1 / n + OVERLAP / (n * max(1, folds - 1)))) if spread else 0.0
 
 
 def mixed(

@@ -1,11 +1,13 @@
 """Whom the model listens to: each peer's share of the peers' weight, and why some have none."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
+from coterie.mixture.contributions import Contribution
 from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import End
-from coterie.reporting.charts import Bar, bar_chart
+from coterie.reporting.charts import Bar, Interval, bar_chart, interval_chart
 from coterie.reporting.page import Section
 from coterie.reporting.verdict import asks_nobody, serves_alone
 
@@ -95,6 +97,35 @@ def whom_chart(configuration: Configuration, end: End) -> str:
         share = sum(peer.share for peer in rest)
         bars.append(Bar(f"{len(rest)} more", share, _share(share)))
     return bar_chart(bars, "whom the model listens to: each peer's share of the peers' weight")
+
+
+def contributed_section(given: Mapping[str, Contribution]) -> Section:
+    """Return what each peer adds to the model, with intervals of 95 %."""
+    charts = []
+    for name, title in (
+        ("shapley", "in the mean over orders in which peers could have come (Shapley)"),
+        ("leave_one_out", "beside all the others (leave-one-out)"),
+    ):
+        told = []
+        for peer, one in given.items():
+            estimate = getattr(one, name)
+            low, high = estimate.interval
+            clear = True if low > 0 else False if high < 0 else None
+            ends = f"{estimate.value:+.3g} ({low:+.3g} to {high:+.3g})"
+            value, error, _ = estimate
+            told.append(Interval(peer, value, error, ends, clear, estimate.interval))
+        told.sort(key=lambda one: -one.value)
+        charts.append(f"<h3>{escape(title)}</h3>{interval_chart(told, title)}")
+    text = [
+        "By how much your loss is lower with a peer, on own rows by models that did not see them."
+        " What peers add in the mean over orders sums to what all of them give together; of two"
+        " that can replace each other, neither adds much beside all the others. Lines are intervals"
+        " of 95 %.",
+        "It is a peer's worth to you among these others, for this model: no cause, no price, and"
+        " not how good its rows are. Nobody is told but who reads this page; a peer that is told"
+        " its value may learn of your rows.",
+    ]
+    return Section("What each peer adds", text, charts=charts)
 
 
 def listened_to(configuration: Configuration, end: End) -> str:

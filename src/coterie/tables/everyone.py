@@ -13,7 +13,7 @@ from coterie.data import TableUsers
 from coterie.errors import DataError, FileError, did_you_mean, few_of
 from coterie.everyone.everyone_page import write_everyone_page
 from coterie.everyone.folders import POOLED, folder_names
-from coterie.everyone.runs import Runs
+from coterie.everyone.runs import Runs, gifts
 from coterie.everyone.train import train_everyone
 from coterie.recording import files
 from coterie.recording.claim import claimed
@@ -21,7 +21,13 @@ from coterie.registry import RunFacts
 from coterie.tables import models
 from coterie.tables.calibration import save_calibration, save_pooled_calibration
 from coterie.tables.models import save_model
-from coterie.tables.report import class_shares, metrics_of, warn_of_imbalance, write_report
+from coterie.tables.report import (
+    class_shares,
+    contributed,
+    metrics_of,
+    warn_of_imbalance,
+    write_report,
+)
 from coterie.training.algorithm import Followed
 from coterie.training.run import Run, Stopped
 from coterie.users.sampling import one_thread
@@ -45,6 +51,7 @@ def fit_everyone(
     *,
     user_column: str,
     metrics: Sequence[str] = (),
+    contributions: bool = False,
     seed: int = 0,
     steps: int,
     **settings: Any,
@@ -61,6 +68,8 @@ def fit_everyone(
         user_column: the column with the name of each row's user, by which `predict` finds a row's
             model.
         metrics: names of metrics to report.
+        contributions: write what others add to contributions.json in everybody's folder, and on
+            the pages.
         seed: what the initial weights and the batches depend on.
         steps: how many everybody takes.
         settings: passed on to `coterie.train_everyone`: lr, batch_size, device, resume, …
@@ -95,7 +104,7 @@ def fit_everyone(
         left_out = {name: f"left out: {why}" for name, why in table.left_out.items()}
         runs = replace(runs, not_trained={**left_out, **runs.not_trained})
         try:
-            _write(out, runs, table, model, user_column)
+            _write(out, runs, table, model, user_column, contributions=contributions)
         except FileError as error:
             raise FileError(
                 f"{error}. The models are trained: `--resume` will write them then", runs
@@ -103,7 +112,15 @@ def fit_everyone(
     return runs
 
 
-def _write(out: Path, runs: Runs, table: TableUsers, model: str, user_column: str) -> None:
+def _write(
+    out: Path,
+    runs: Runs,
+    table: TableUsers,
+    model: str,
+    user_column: str,
+    *,
+    contributions: bool = False,
+) -> None:
     """Write everybody's model, preparation and page, then the page of all, and last which folder is whose."""
     preparation = table.preparation
 
@@ -112,17 +129,19 @@ def _write(out: Path, runs: Runs, table: TableUsers, model: str, user_column: st
         save_model(folder, run.model, model, preparation.n_inputs, preparation.n_outputs)
 
     folders, users = folder_names(list(runs.runs)), {user.name: user for user in table.users}
+    given = {name: run.contributions() for name, run in runs.runs.items() if contributions}
     for name, run in runs.runs.items():
         write(out / folders[name], run)
         save_calibration(out / folders[name], run, preparation)
         about = preparation, table.target, table.test_rows[name]
         shares = class_shares([users[name]], preparation)
-        write_report(out / folders[name], run, *about, shares=shares)
+        more = [contributed(given[name], out / folders[name])] if given else []
+        write_report(out / folders[name], run, *about, shares=shares, more=more)
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
         save_pooled_calibration(out / POOLED, runs.pooled.model, table.users, preparation)
     pages = {name: f"{place}/index.html" for name, place in folders.items()}
-    write_everyone_page(out / "index.html", runs, pages)
+    write_everyone_page(out / "index.html", runs, pages, gifts(given) if given else None)
     files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
 
 

@@ -25,6 +25,7 @@ from coterie.tables.everyone import is_everyone
 from coterie.tables.models import save_model
 from coterie.tables.report import (
     class_shares,
+    contributed,
     left_out_section,
     metrics_of,
     warn_of_imbalance,
@@ -159,6 +160,7 @@ def fit(
     *,
     again: Sequence[Callable[[], tuple[TableTask, Followed]]] = (),
     metrics: Sequence[str] = (),
+    contributions: bool = False,
     seed: int = 0,
     **settings: Any,
 ) -> Run | None:
@@ -176,6 +178,7 @@ def fit(
             The verdict is then on the mean of all splits; what is served is the model of the first.
         metrics: names in `METRICS`; the verdict is made by the first, and by the loss. Accuracy, or
             the root mean squared error, comes last, and first where nothing is named.
+        contributions: write what each peer adds to contributions.json, and on the page.
         seed: what the initial weights and the batches depend on; in the k-th other split, seed + k.
         settings: passed on to `coterie.train`: steps, lr, batch_size, device, resume, engine, …
     """
@@ -198,6 +201,8 @@ def fit(
                 splits.append(Split.of(other))
             more = [left_out_section(task.left_out)] if task.left_out else []
             more += [judge_over_splits(run, splits)] if splits else []
+            if contributions:
+                more.append(contributed(run.contributions(), out))
             shares = class_shares([task.me], task.preparation)
             about = task.preparation, task.target, task.test_rows
             write_report(out, run, *about, shares=shares, more=more)

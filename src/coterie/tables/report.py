@@ -34,6 +34,7 @@ from coterie.evaluation.metrics import (
     probabilities_of,
     roc_curve,
 )
+from coterie.mixture.contributions import Contribution
 from coterie.mixture.served import Constant
 from coterie.recording import files
 from coterie.recording.result import Comparison
@@ -41,6 +42,7 @@ from coterie.reporting.charts import Interval, Points, interval_chart, line_char
 from coterie.reporting.page import Section
 from coterie.reporting.run_page import write_run_page
 from coterie.reporting.verdict import difference, serves_alone
+from coterie.reporting.whom import contributed_section
 from coterie.tables import models
 from coterie.training.run import Run
 from coterie.users.examples import InMemory
@@ -434,6 +436,16 @@ def write_report(
     ]
     write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=sections)
     return judged
+
+
+def contributed(given: Mapping[str, Contribution], folder: Path) -> Section:
+    """Write what each peer adds to contributions.json in a folder, and return it for the page."""
+    plain = {
+        name: {what: told._asdict() for what, told in one._asdict().items()}
+        for name, one in given.items()
+    }
+    files.write_json(folder / "contributions.json", plain)
+    return contributed_section(given)
 
 
 def _predictions(

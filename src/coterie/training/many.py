@@ -230,7 +230,7 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
                 run = error.run
             runs[each.place] = run
             stopped = stopped or (run is not None and run.stopped is Stopped.CTRL_C)
-    in_order = [runs[place] for place in range(len(specs))]
+    in_order = [runs[place] and replace(runs[place], spec=spec) for place, spec in enumerate(specs)]
     if errors:
         raise UserCodeError(
             f"{errors[0]}; all runs are in this error's `run`", in_order

@@ -185,7 +185,7 @@ MOST_REASONS, OTHER_REASONS = 20, "other reasons"
 class OngoingRun(ResumableRun):
     """One of the runs that `Loop` takes through their steps.
 
-    `captured` are the steps of learner and shadow.
+    `captured` are the steps of learner and shadow, `asked` what was to be prepared.
     """
 
     def __init__(
@@ -197,6 +197,7 @@ class OngoingRun(ResumableRun):
         save_every: int = 1,
         guard: Guard | None = None,
         captured: Captured | None = None,
+        asked: RunSpec | None = None,
     ) -> None:
         if isinstance(learner.scheduler, ReduceLROnPlateau) and spec.me.validation is None:
             raise KnobError(
@@ -204,7 +205,7 @@ class OngoingRun(ResumableRun):
                 " validation set"
             )
         super().__init__(spec, learner, guard)
-        self.save_every, self.captured = save_every, captured
+        self.save_every, self.captured, self.asked = save_every, captured, asked or spec
         self.hooks = [as_hook(hook) for hook in hooks]
         self._on_step = [hook for hook in self.hooks if type(hook).on_step is not Hook.on_step]
         self._told_of_gradients = False
@@ -435,7 +436,11 @@ class OngoingRun(ResumableRun):
             learner.models(),
             alone,
         )
-        rest = self.folder.unwritten(), spec, learner.out_of_fold() if self.guard is None else None
+        rest = (
+            self.folder.unwritten(),
+            self.asked,
+            learner.out_of_fold() if self.guard is None else None,
+        )
         run = Run(model, self.record, *given, *rest)
         try:
             tell(self.hooks, "on_end", run)

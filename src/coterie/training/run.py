@@ -85,11 +85,13 @@ class Run:
     def contributions(
         self, groups: Mapping[str, Sequence[str]] | None = None, permutations: int = 20
     ) -> dict[str, Contribution]:
-        """Return what each peer, or each of these groups of peers, adds to user 0's closed-form model.
+        """Return what each peer, or each of these groups of peers, adds to user 0's model.
 
         By name, the change of the out-of-fold loss without it, and its Shapley value over so many
-        orders; with N players at most N + 2 + N · `permutations` fits of a fraction of a second.
-        See docs/contributions.md for what it does not say.
+        orders. With N players at most N + 2 + N · `permutations` coalitions, and never more than
+        2ᴺ: a fit of a fraction of a second each where the model is linear, and else four runs like
+        this one each, from the model as it was given. See docs/contributions.md for what it does
+        not say.
 
         Example:
             >>> import coterie, torch
@@ -102,8 +104,8 @@ class Run:
             >>> run.contributions()["alike"].shapley.value > 0
             True
         """
-        from coterie.choosing.mixture import contributions_to
         from coterie.errors import KnobError
+        from coterie.training.coalitions import contributions_to
 
         if self.spec is None:
             raise KnobError("this run does not hold its examples; train it in this process")

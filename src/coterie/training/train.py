@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coterie.arguments import takes_fields_of
 from coterie.choosing import Mixture
@@ -117,7 +118,6 @@ def set_up(
     learner = algorithm.learner(spec, engine, costs)
     captured, capture = setup.captured(spec.capture, learner, watch)
     hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
-    ongoing = OngoingRun(
-        spec, learner, hooks, save_every=spec.save_every, guard=watch, captured=captured
-    )
+    watched: dict[str, Any] = {"guard": watch, "captured": captured, "asked": asked}
+    ongoing = OngoingRun(spec, learner, hooks, save_every=spec.save_every, **watched)
     return SetUpRun(spec, ongoing, replace(configuration, capture=capture), claim)

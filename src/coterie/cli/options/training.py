@@ -197,6 +197,17 @@ class FitOptions(StepSettings):
             ),
         ),
     ] = 1
+    contributions: Annotated[
+        bool,
+        Option(
+            "--contributions",
+            help=(
+                "Say on the page what each peer adds to the model, with intervals, from fits with"
+                " many coalitions of the peers: seconds for a few peers and a linear model, minutes"
+                " for many, and long for a network. Peers must be in this process."
+            ),
+        ),
+    ] = False
     guard: Annotated[
         bool,
         Option(
