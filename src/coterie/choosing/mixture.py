@@ -28,7 +28,7 @@ from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.answers import TOLD, EStep
-from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
+from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
 from coterie.mixture.mixing import MixtureEntry, told
@@ -498,9 +498,12 @@ def account_of(
             "difference": board["alone"]["difference"],
             "low": board["alone"]["low"],
             "high": board["alone"]["high"],
-            "error": float(change.std(ddof=1)) / n**0.5,
+            "error": float(change.std(ddof=1)) / len(change) ** 0.5,
         }
-    return account | {"sentence": _sentence(fitted), "advice": _advice(fitted, board)}
+    sentence, judges = _sentence(fitted), len(fitted.served.losses)
+    if judges < n and judges == JUDGING:
+        sentence += f"; a sample of {judges:,} of the {n:,} own examples judges"
+    return account | {"sentence": sentence, "advice": _advice(fitted, board)}
 
 
 def _sentence(fitted: Fitted) -> str:
