@@ -4,7 +4,7 @@ Its own posterior under each prior, or the gradient of its loss there. User 0 ne
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -138,6 +138,10 @@ class EStep:
         if self.family not in FAMILIES or not known:
             return "it knows no such family, or nothing of the kind to tell"
         return None
+
+    def about(self) -> Hashable:
+        """Return what must be the same for rows to be in the same units."""
+        return self.family, *(each.tobytes() for each in self.scaling[:4])
 
     def rows(self, inputs: Array, targets: Array) -> Rows:
         """Return a peer's rows in user 0's units, without values beyond all that user 0 knows.

@@ -8,7 +8,6 @@ import numpy as np
 
 from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.candidates import (
-    FOLDS,
     Candidates,
     OwnRows,
     constant,
@@ -17,9 +16,9 @@ from coterie.mixture.candidates import (
     paths,
 )
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import MixtureEntry, mix, told
+from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
+from coterie.mixture.prior import Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
@@ -35,7 +34,6 @@ class Fitted:
     entries: Mapping[str, MixtureEntry]  # of each kind of candidates
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
-    exchanges: int
     # the mixture is clearly worse than a constant on the own rows: that is served
     is_constant: bool = False
 
@@ -79,11 +77,10 @@ def fit(
     held_out = None if held_out is None else held_out.finite()
     own = OwnRows.of(rows.finite(), family, seed, whole=others is not None)
     d, k, views = own.rows.inputs.shape[1], own.rows.targets.shape[1], own.seen.shape[1]
-    flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
+    flat, found = flat_prior(d, k, intercept=scaling.intercept), None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
     if linear and peers:
-        asking = find_priors(own, family, peers, intercept=scaling.intercept)
-        found, exchanges = yield from _counted(asking)
+        found = yield from find_priors(own, family, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         common = np.where(flat > 1, flat, COMMON)
@@ -114,7 +111,7 @@ def fit(
         family, targets, own.folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = clearly_more(served.losses - guess.losses, views - 1)
+    is_constant = bool(served.losses.mean() > guess.losses.mean())
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -122,28 +119,8 @@ def fit(
         entries,
         tau,
         views - 1,
-        exchanges,
         is_constant=is_constant,
     )
-
-
-def _counted(
-    asking: Generator[PriorQuestion, PriorAnswer, Found],
-) -> Generator[PriorQuestion, PriorAnswer, tuple[Found, int]]:
-    """Pass questions and answers on, and count them."""
-    count, question = 0, next(asking)
-    while True:
-        answer = yield question
-        count += 1
-        try:
-            question = asking.send(answer)
-        except StopIteration as end:
-            return end.value, count
-
-
-def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
-    """Say whether differences are above 0 in the mean, by the interval that is told."""
-    return told(differences, folds).low > 0
 
 
 Ask = Callable[[PriorQuestion], PriorAnswer]

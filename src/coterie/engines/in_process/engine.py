@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from coterie.arguments import COUNT, SEED
 from coterie.engines.cpu_threads import operations
-from coterie.engines.engine import NOT_IN_MEMORY, Answers, Capabilities, LocalWork, Question
+from coterie.engines.engine import (
+    NOT_IN_MEMORY,
+    AllRows,
+    Answers,
+    Capabilities,
+    LocalWork,
+    Question,
+)
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
@@ -322,8 +329,12 @@ class InProcess:
         if asked is None:
             raise ValueError("an E-step is asked for by `e_step`")
         rows = torch.full((1, len(self.names), math.prod(asked.shape)), math.nan).double()
-        for places, users in self._stacked_users(asked, question.points[0]):
-            rows[0, places] = torch.from_numpy(asked.answers(users)).flatten(1)
+        if isinstance(asked, EStep):
+            for places, users in self._stacked_users(asked, question.points[0]):
+                rows[0, places] = torch.from_numpy(asked.answers(users)).flatten(1)
+        else:
+            for place, peer in enumerate(self._linear_rows):
+                rows[0, place] = self._fitting(peer, asked).answer(asked, question.points[0])
         there = rows[0].isfinite().all(1) & ~weights.isnan()
         rows[0, ~there] = math.nan
         lost = (~there & ~weights.isnan()).nonzero().flatten().tolist()
@@ -335,15 +346,21 @@ class InProcess:
         """Return the peers' rows in stacks, each with the places of its peers; scaled once."""
         key = rows_key(asked, x)
         if self._stacks is None or self._stacks[0] != key:
-            rows = []
-            for name in self.names:
-                peer = LinearRows(self.sampler.users[name], self.passes)
-                if why := peer.misfit(asked):
-                    raise ModelError(f"peer {name!r} answers no E-step: {why}")
-                rows.append(peer.rows(asked, x))
+            rows = [self._fitting(peer, asked).rows(asked, x) for peer in self._linear_rows]
             stacks = StackedUsers.by_size(rows)
             self._stacks = key, [(torch.from_numpy(places), users) for places, users in stacks]
         return self._stacks[1]
+
+    @functools.cached_property
+    def _linear_rows(self) -> list[LinearRows]:
+        """The peers' rows, which are scaled or put in bins once."""
+        return [LinearRows(self.sampler.users[name], self.passes) for name in self.names]
+
+    def _fitting(self, peer: LinearRows, asked: AllRows) -> LinearRows:
+        """Return a peer that can answer."""
+        if why := peer.misfit(asked):
+            raise ModelError(f"peer {peer.user.name!r} answers no E-step: {why}")
+        return peer
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, or those of the first.
