@@ -28,7 +28,7 @@ from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.answers import TOLD, EStep
-from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
+from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
 from coterie.mixture.mixing import MixtureEntry, told
@@ -370,6 +370,14 @@ class ClosedForm(Learner):
         told = self.engine.capabilities.examples
         return float(max([told.get(name) or 1 for name in self.engine.names], default=1))
 
+    @functools.cached_property
+    def _by_size(self) -> dict[int | None, list[str]]:
+        """The peers, by how many examples they told of at first."""
+        told, by_size = self.engine.capabilities.examples, dict[int | None, list[str]]()
+        for name in self.engine.names:
+            by_size.setdefault(told.get(name), []).append(name)
+        return by_size
+
     def _exchange(self, asked: AllRows, sent: int) -> Answers:
         """Ask all peers, who count alike; `sent` is how many numbers the question has."""
         engine = self.engine
@@ -382,8 +390,9 @@ class ClosedForm(Learner):
         self.exchanges += 1
         if not can.local and (said := self._ends.after_one()):
             logger.warning("%s", said)
-        for name in (name for name in engine.names if name not in answers.left_out):
-            self.costs.compute([name], can.examples.get(name), times=asked.gradients)
+        for many, names in self._by_size.items():
+            gave = [name for name in names if name not in answers.left_out]
+            self.costs.compute(gave, many, times=asked.gradients)
         return answers
 
     def _note(self, left_out: Mapping[str, str]) -> None:
@@ -549,9 +558,12 @@ def account_of(
             "difference": board["alone"]["difference"],
             "low": board["alone"]["low"],
             "high": board["alone"]["high"],
-            "error": float(change.std(ddof=1)) / n**0.5,
+            "error": float(change.std(ddof=1)) / len(change) ** 0.5,
         }
-    return account | {"sentence": _sentence(fitted), "advice": _advice(fitted, board)}
+    sentence, judges = _sentence(fitted), len(fitted.served.losses)
+    if judges < n and judges == JUDGING:
+        sentence += f"; a sample of {judges:,} of the {n:,} own examples judges"
+    return account | {"sentence": sentence, "advice": _advice(fitted, board)}
 
 
 def _sentence(fitted: Fitted) -> str:

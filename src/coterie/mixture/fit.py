@@ -6,13 +6,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.mixture.answers import EStep
+from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.candidates import (
-    FOLDS,
     Candidates,
+    OwnRows,
     constant,
     flat_prior,
-    folds_of,
     judged,
     paths,
 )
@@ -62,7 +61,8 @@ def fit(
     Yield what the peers are asked, be sent what they answer, return what was found.
 
     Args:
-        rows: user 0's, scaled; a row that holds a number that is not finite does not count.
+        rows: user 0's, scaled; a row that holds a number that is not finite does not count. Of more
+            than 10,000 a sample of as many judges candidates; all are fitted to.
         family: of the loss.
         scaling: between the caller's units and these.
         peers: how many there are; nobody is asked where there is none.
@@ -74,17 +74,13 @@ def fit(
         single: serve the best candidate in the place of the mixture.
         linear: whether there are linear candidates; beside the constant, which there always is.
     """
-    rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
-    n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
-    folds = folds_of(
-        rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=family.name != "squared"
-    )
-    views = int(folds.max()) + 2
-    seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
+    held_out = None if held_out is None else held_out.finite()
+    own = OwnRows.of(rows.finite(), family, seed, whole=others is not None)
+    d, k, views = own.rows.inputs.shape[1], own.rows.targets.shape[1], own.seen.shape[1]
     flat, found = flat_prior(d, k, intercept=scaling.intercept), None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
     if linear and peers:
-        found = yield from find_priors(rows, family, seen, peers, intercept=scaling.intercept)
+        found = yield from find_priors(own, family, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         common = np.where(flat > 1, flat, COMMON)
@@ -95,12 +91,12 @@ def fit(
         }
         if len(chosen.noise):
             priors["hierarchical, chosen peers"] = chosen
-    candidates = [constant(rows, family, folds, scaling)]
+    candidates = [constant(own, scaling)]
     if found is not None:
         pooled = np.broadcast_to(found.pooled[:, None], (d, views, 1, k))
         together = {"pooled": pooled, "pooled, user as a column": found.joint}
-        candidates += [judged(kind, rows, of, folds, scaling) for kind, of in together.items()]
-    candidates += paths(rows, family, priors, folds, scaling) if linear else ()
+        candidates += [judged(kind, own, of, scaling) for kind, of in together.items()]
+    candidates += paths(own, family, priors, scaling) if linear else ()
     validated = None
     if held_out is not None:
         inputs, validated = scaling.unscaled(held_out)
@@ -109,10 +105,10 @@ def fit(
             for one in candidates
             if one.parameters is not None
         ]
-    candidates += others(folds) if others else ()
-    targets = scaling.outputs(rows.targets)
+    candidates += others(own.folds) if others else ()
+    targets = scaling.outputs(own.judging.targets)
     served, by_alone, entries = mix(
-        family, targets, folds, candidates, held_out=validated, single=single
+        family, targets, own.folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
     is_constant = bool(served.losses.mean() > guess.losses.mean())
@@ -142,13 +138,16 @@ def driven(asking: Generator[PriorQuestion, PriorAnswer, T], ask: Ask) -> T:
 
 
 def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
-    """Return what asks peers whose scaled rows are at hand, one after the other."""
+    """Return what asks peers whose scaled rows are at hand."""
     heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
+    stacks = StackedUsers.by_size([rows.finite() for rows in peers])
 
     def ask(question: PriorQuestion) -> PriorAnswer:
         scaling = Scaling.none(question.priors.mean.shape[0], question.priors.mean.shape[2])
         asked = EStep(family.name, scaling, question.priors, question.told, max(1.0, examples))
-        numbers = np.array([asked.answer(rows.finite()) for rows in peers])
+        numbers = np.empty((len(peers), *asked.shape))
+        for places, users in stacks:
+            numbers[places] = asked.answers(users)
         return heard.answer(question, asked, numbers)
 
     return ask

@@ -42,6 +42,11 @@ def linear_of(model: nn.Module) -> nn.Linear | None:
     )
 
 
+def rows_key(work: AllRows, x: Tensor) -> Hashable:
+    """Return what rows that are scaled, or in bins, depend on beside the user."""
+    return work.about(), work.layer, x.cpu().numpy().tobytes() if work.layer else b""
+
+
 class LinearRows:
     """What a user answers to an `EStep` or `Histograms`.
 
@@ -99,7 +104,7 @@ class LinearRows:
             norm: as for both.
             fewest: as for `Histograms.answer`.
         """
-        rows = self._rows(work, x)
+        rows = self.rows(work, x)
         if isinstance(work, Histograms):
             return torch.from_numpy(work.answer(rows, norm, fewest).ravel())
         return torch.from_numpy(work.answer(rows, size, norm).ravel())
@@ -110,13 +115,12 @@ class LinearRows:
         layer = dict(self.passes.model.named_modules()).get(work.layer)
         return layer if isinstance(layer, nn.Linear) else None
 
-    def _rows(self, work: AllRows, x: Tensor) -> Any:
+    def rows(self, work: AllRows, x: Tensor) -> Any:
         """Return the rows scaled, or in bins.
 
         Those of the last question where nothing about them has changed.
         """
-        at = x.cpu().numpy().tobytes() if work.layer else b""
-        key = (work.about(), work.layer, at)
+        key = rows_key(work, x)
         if self._kept is None or self._kept[0] != key:
             self._kept = key, work.rows(*self._numbers(work, x))
         return self._kept[1]
