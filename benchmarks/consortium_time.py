@@ -33,7 +33,7 @@ from coterie.engines.remote.sites import Replies
 from coterie.errors import CoterieError
 from coterie.federation.lead import RUN
 from coterie.federation.lead_job import CollabSites
-from coterie.federation.supervision import session_of, supervise
+from coterie.federation.supervision import follow, session_of
 
 DELAY = "COTERIE_BENCHMARK_DELAY"
 """Names a file with the seconds of the delay, where user 0's job imports this module."""
@@ -130,7 +130,7 @@ def measured(folder: Path, latency: float, parties: Sequence[psutil.Process]) ->
         time.sleep(1)
     began, before = time.monotonic(), dict(before)
     with computing(parties) as after:
-        supervise(folder, show_line=lambda line: print(line, file=sys.stderr), progress=False)
+        follow(folder, show_line=lambda line: print(line, file=sys.stderr), progress=False)
     seconds = time.monotonic() - began
     computed = sum(after.values()) - sum(before.get(pid, 0.0) for pid in after)
     record = coterie.Record.load(folder / RUN / "record.jsonl")

@@ -211,7 +211,7 @@ def deployed(
 
 
 def _job(folder: Path, module: str, lead: dict[str, Any], site: dict[str, Any]) -> Path:
-    job = write_job(folder / "job")
+    job = write_job(folder / "job", NAMES)
     for side, ours, kind, args in (
         ("server", LEAD_CLASS, "User0", lead),
         ("client", SITE_CLASS, "Site", site),

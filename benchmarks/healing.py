@@ -1,10 +1,14 @@
 """A site that is killed and started again: how soon it is asked, and whether the run is what it says.
 
-    python benchmarks/healing.py [--times 20] [--seed 0]
+    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0]
 
 Three sites and user 0 on this machine, over NVFLARE with mutual TLS (examples/consortium.py). At a
-random step one site is killed (SIGKILL, with all its processes) and started again at once. A row
-is one time: the step, the seconds from its start to its connection, from there to its first answer.
+random step one site is killed (SIGKILL, with all its processes) and, after the pause, started
+again. A row is one time: the step, the seconds from its start to its connection, from there to its
+first answer, and the longest time that the others were not asked for meanwhile.
+
+In the end the same run is made in this process, with each site absent in just the steps that the
+record says. Points of the record (weights, losses, who was left out) and the model must be equal.
 """
 
 from __future__ import annotations
@@ -13,14 +17,29 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
+import re
+import shutil
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+import coterie
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalSites
+from coterie.federation.lead import RUN, rule_of
+from coterie.federation.participants import lead_participant, peer_of
+from coterie.federation.settings import lead_settings
+from coterie.tables.fit import fit
 
 _PATH = Path(__file__).parents[1] / "examples" / "consortium.py"
 _SPEC = importlib.util.spec_from_file_location("example_of_a_consortium", _PATH)
@@ -29,8 +48,10 @@ assert _SPEC.loader is not None
 consortium: Any = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(consortium)
 
-STEPS = 9_000
-OPTIONS = ["--rule", "wga", "--own-examples", "40", "--steps", str(STEPS), "--timeout", "5"]
+OPTIONS = ["--rule", "wga", "--own-examples", "40", "--timeout", "5"]
+OPTIONS += ["--steps", "100000"]
+LIFTED = "gradients = inf"
+"""In place of a site's cap."""
 
 
 def until(said: Callable[[], bool], what: str, seconds: float = 600.0) -> float:
@@ -60,32 +81,110 @@ def step_of(kit: Path) -> int:
     return int(json.loads(lines[-1])["step"])
 
 
-def main(times: int, seed: int) -> None:
+class Absent:
+    """Sites in this process that are silent in those steps that a record says."""
+
+    def __init__(self, sites: LocalSites, absent: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        self.sites = sites
+        self.steps = {
+            n: {t for a, b in each for t in range(a, b + 1)} for n, each in absent.items()
+        }
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Any:
+        """Ask those who were there; see `Sites.ask`."""
+        step = arguments.get("request", {}).get("step")
+        here = [name for name in names if step not in self.steps.get(name, ())]
+        return self.sites.ask(here, method, timeout, **arguments)
+
+
+def again(folder: Path, sites: Sequence[str], end: Any) -> Any:
+    """Make the run in this process, with the recorded absences."""
+    settings = lead_settings(folder)
+    _, mine = lead_participant(folder, settings)
+    assert mine is not None
+    peers = {}
+    for site in sites:
+        copy = folder / "again" / site
+        ignored = shutil.ignore_patterns("requests.jsonl", "*.count", "nvflare")
+        shutil.copytree(folder / "sites" / site, copy, ignore=ignored)
+        peers[site] = peer_of(copy)
+    knobs = {
+        name: getattr(settings.training, name) for name in ("seed", "steps", "lr", "batch_size")
+    }
+    here = Absent(LocalSites(peers), end.absent)
+    engine = partial(Remote, sites=here, names=sites, misses=10**9)
+    return fit(
+        mine, rule_of(settings), settings.model.name, folder / "inside", engine=engine, **knobs
+    )
+
+
+def compare(folder: Path, sites: Sequence[str]) -> None:
+    """Print how a run differs from the one that is made again."""
+    record = coterie.Record.load(folder / RUN)
+    run = again(folder, sites, record.end)
+    found = torch.load(folder / RUN / "model.pt", weights_only=True)
+    apart = max(float((found[n] - v).abs().max()) for n, v in run.model.state_dict().items())
+    theirs = {point.step: point for point in run.record.points}
+    pairs = [(point, theirs[point.step]) for point in record.points if point.step in theirs]
+    wrong = sum(a.left_out != b.left_out or a.weight != b.weight for a, b in pairs)
+    stretches = {name: len(each) for name, each in record.end.absent.items()}
+    print(f"{record.end.step} steps; absent in stretches: {stretches}; {record.end.left_out}")
+    print(f"the models differ by at most {apart:.1e}; {wrong} of {len(pairs)} points differ")
+
+
+def longest_pause(kits: Sequence[Path], since: float) -> float:
+    """Return the longest time between answers of any two sites in a row, since a time."""
+    times = sorted(
+        {
+            datetime.fromisoformat(json.loads(line)["time"]).timestamp()
+            for kit in kits
+            for line in (kit / "requests.jsonl").read_text(encoding="utf-8").splitlines()[-20_000:]
+        }
+    )
+    late = [time for time in times if time > since - 1]
+    return max((b - a for a, b in pairwise(late)), default=0.0)
+
+
+def main(times: int, seed: int, pause: float) -> None:
     """Kill, start and print."""
     rng, folder = np.random.default_rng(seed), Path(tempfile.mkdtemp()) / "trial"
     sites = consortium.set_up(folder, consortium.hospitals(None), "va", OPTIONS)
     kits = [folder / "sites" / site for site in sites]
+    for kit in kits:
+        text = (kit / "coterie.toml").read_text(encoding="utf-8")
+        (kit / "coterie.toml").write_text(re.sub(r"(?m)^gradients = \d+", LIFTED, text))
     commands = consortium.commands(folder, sites)
     with contextlib.ExitStack() as life:
         _, *processes = life.enter_context(consortium.started(*commands))
-        life.enter_context(consortium.started([*consortium.COTERIE, "run", str(folder)]))
+        run = [*consortium.COTERIE, "run", str(folder)]
+        life.enter_context(consortium.started(run))
         waited = until(lambda: all(answers(kit) > 20 for kit in kits), "the run's start")
         print(f"first answers after {waited:.1f} s", flush=True)
         for k in range(times):
             which = int(rng.integers(len(sites)))
             kit, said = kits[which], kits[which] / "said.txt"
             until(partial(has_answered, kit, answers(kit) + int(rng.integers(10, 200))), "steps")
+            since = time.time()
             consortium.end([processes[which]])
             step, before = step_of(kit), answers(kit)
+            time.sleep(pause)
             (processes[which],) = life.enter_context(consortium.started(commands[1 + which]))
             up = until(lambda said=said: "connected to the server" in said.read_text(), "it")  # type: ignore[misc]
             asked = until(partial(has_answered, kit, before), "asking it")
+            others = [other for other in kits if other != kit]
             print(
                 f"{k + 1}: {sites[which]} killed at step {step}: connected after {up:.1f} s, asked"
-                f" {asked:.1f} s later, at step {step_of(kit)}",
+                f" {asked:.1f} s later, at step {step_of(kit)}; the others waited at most"
+                f" {longest_pause(others, since):.1f} s (load {os.getloadavg()[0]:.0f})",
                 flush=True,
             )
-    print((folder / "said.txt").read_text()[-1500:])
+        subprocess.run([*consortium.COTERIE, "stop", str(folder)], check=True)  # noqa: S603
+        until(lambda: "--resume" in (folder / "said.txt").read_text(), "the stop")
+        steps = coterie.Record.load(folder / RUN).end.step + 10
+        text = (folder / "coterie.toml").read_text(encoding="utf-8")
+        (folder / "coterie.toml").write_text(text.replace("steps = 100000", f"steps = {steps}"))
+        subprocess.run([*run, "--resume"], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+    compare(folder, sites)
 
 
 if __name__ == "__main__":
@@ -93,5 +192,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,26 @@ def test_a_peer_that_fails_or_lies_is_left_out() -> None:
     good = app_of(user("a"))
     run = trained(DirectGrid([broken, liar, good]), 3, steps=6)
     assert set(run.record.end.left_out) == {"broken", "liar"}
+
+
+def test_a_thousand_exchanges_of_a_deployment_are_refused_with_advice() -> None:
+    """Which starts a process for every message: the first question shows how long that takes."""
+
+    def slow(message: Message, context: Context) -> Message:
+        time.sleep(0.02)
+        return app_of(user("a"))(message, context)
+
+    def run(**how: Any) -> coterie.Run:
+        engine = FlowerGrid(DirectGrid([slow]), longest=4.0)
+        rule = coterie.WeightedAveraging(alpha=0.5)
+        return coterie.train(
+            model(), LOSS, user("me"), [], rule, engine=engine, lr=0.1, guard="off", **how
+        )
+
+    with pytest.raises(KnobError, match=r"1000 exchanges of 0 s .* `local_steps=20`"):
+        run(steps=1000)
+    assert run(steps=1000, exchange_every=250).step == 1000
+    assert run(steps=5, local_steps=20).step == 5
 
 
 def test_bad_settings() -> None:

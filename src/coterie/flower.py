@@ -7,6 +7,7 @@ take part. Its deployment starts a process for every message, about 20 s; so ask
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ class FlowerGrid:
         peers: how many SuperNodes to wait for.
         patience: seconds to wait for them, and for their names.
         timeout: seconds to wait for a SuperNode in one exchange.
+        longest: seconds that the exchanges of a run may take, by how long the SuperNodes took to
+            tell their names; a run beyond it is refused before its first step.
         knobs: further arguments of `Remote`, such as `minimum`. Masked sums need a process that
             stays, which a SuperNode is not; Flower has secure aggregation of its own.
 
@@ -127,12 +130,14 @@ class FlowerGrid:
     peers: int = 1
     patience: float = 120.0
     timeout: float = 120.0
+    longest: float = 3600.0
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         COUNT("peers", self.peers)
         POSITIVE("patience", self.patience)
         POSITIVE("timeout", self.timeout)
+        POSITIVE("longest", self.longest)
         for name in {"secure_sums", "compress"} & set(self.knobs):
             raise KnobError(
                 f"`{name}` must be left out over Flower: it needs a peer whose process stays"
@@ -150,17 +155,20 @@ class FlowerGrid:
         seed: int = 0,
     ) -> Remote:
         """Wait for the SuperNodes, ask for their names, and return the engine."""
-        sites = FlowerSites(self.grid, self._named())
+        names, seconds = self._named()
+        sites = FlowerSites(self.grid, names)
         how: dict[str, Any] = {
             "batch_size": batch_size,
             "seed": seed,
             "timeout": self.timeout,
             **self.knobs,
         }
-        return Remote(model, loss, me, peers, sites=sites, names=list(sites.nodes), **how)
+        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **how)
+        engine.exchange_seconds, engine.longest = seconds, self.longest
+        return engine
 
-    def _named(self) -> dict[str, int]:
-        """Return the SuperNodes by the names of their users."""
+    def _named(self) -> tuple[dict[str, int], float]:
+        """Return the SuperNodes by the names of their users, and how long they took to tell."""
         ends = time.monotonic() + self.patience
         while len(nodes := list(self.grid.get_node_ids())) < self.peers:
             if time.monotonic() > ends:
@@ -170,7 +178,9 @@ class FlowerGrid:
                 )
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
-        told = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - time.monotonic())).wait()
+        began = time.monotonic()
+        told = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
+        seconds = time.monotonic() - began
         names: dict[str, int] = {}
         for node, reply in sorted(told.items()):
             name = reply.get("name") if isinstance(reply, dict) else None
@@ -185,7 +195,26 @@ class FlowerGrid:
                 f"{len(names)} of {self.peers} SuperNodes told their names; see the logs of the"
                 " others"
             )
-        return dict(sorted(names.items()))
+        return dict(sorted(names.items())), seconds
+
+
+class FlowerRemote(Remote):
+    """Peers at SuperNodes, who may need seconds for each exchange."""
+
+    exchange_seconds = 0.0
+    longest = math.inf
+
+    def check_exchanges(self, exchanges: int) -> None:
+        """Refuse a run whose exchanges would take too long; see `LimitsExchanges`."""
+        if exchanges * self.exchange_seconds > self.longest:
+            hours = exchanges * self.exchange_seconds / 3600
+            raise KnobError(
+                f"{exchanges} exchanges of {self.exchange_seconds:.0f} s would take {hours:.1f} h,"
+                " since Flower's deployment starts a process for every message: take fewer `steps`"
+                " with `local_steps=20`, or a method in rounds such as `FedAvg(local_steps=20)`, or"
+                " ask less often (`exchange_every`); sites of NVFLARE stay, for single steps. Or"
+                " let it take longer (`FlowerGrid(longest=…)`)"
+            )
 
 
 class FlowerSites:

@@ -164,6 +164,32 @@ def test_posteriors_are_added_under_masks_only_where_a_site_says_so() -> None:
         coterie.train(nn.Linear(4, 3), LOSS, me, (), coterie.Mixture(), engine=engine, **QUIET)
 
 
+def test_no_masked_e_steps_weigh_some_sites_otherwise_than_others() -> None:
+    """The exploit: as many shares of 1 as sites; those that are cut make as many equations for their gradients."""
+    me, *peers = users()
+    sizes, n = np.array([len(peer) for peer in peers]), len(peers)
+    cuts = np.minimum(1, sizes / np.sort(sizes)[:, None])
+    assert np.linalg.matrix_rank(cuts) == len(set(sizes.tolist())) > 1
+    sites = LocalSites(held(peers), SumsOnly())
+    engine = over(sites, peers, secure_sums=True, misses=99)(nn.Linear(4, 3), LOSS, me)
+    alike = torch.full((1, n), 1 / n, dtype=torch.float64)
+    question, found = (
+        a_question(Scaling.of(*numbers_of(me), SOFTMAX, intercept=True), "gradient"),
+        [],
+    )
+    for step, size in enumerate([*np.sort(sizes).tolist(), 1000.0]):
+        asked = replace(question, examples=float(size))
+        answers = engine.e_step(Question(torch.zeros(1, 15), step, alike, e_step=asked))()
+        if size >= sizes.max():
+            assert answers.sums is not None
+            found.append(size * answers.sums)
+        else:
+            assert answers.answered.item() == 0
+            assert any("must count all" in why for why in answers.left_out.values())
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-4, rtol=0)
+
+
 def test_groups_under_masks_stand_as_a_peer_each() -> None:
     me, *peers = users()
     groups = {"north": ["peer 1", "peer 2"], "south": ["peer 3", "peer 4", "peer 5"]}

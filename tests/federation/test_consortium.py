@@ -403,7 +403,7 @@ def test_a_job_of_another_class_or_with_code_is_not_run_by_a_site(
             ("class", program, ""),
             ("code", {"path": "evil.Evil", "args": {}}, str(marker)),
         ):
-            job = write_job(tmp_path / "jobs", name)
+            job = write_job(tmp_path / "jobs", ["hungarian"], name)
             path = job / "app" / "config" / "config_fed_client.json"
             config = json.loads(path.read_text())
             config["components"] = [{"id": "_client", **component}]

@@ -609,7 +609,7 @@ def test_user_0_prepares_its_rows_as_the_sites_were_told(folder: Path, tmp_path:
 
 
 def test_the_job_is_three_files_and_no_code(tmp_path: Path) -> None:
-    files = [path for path in write_job(tmp_path).rglob("*") if path.is_file()]
+    files = [path for path in write_job(tmp_path, ["basel"]).rglob("*") if path.is_file()]
     names = ["config_fed_client.json", "config_fed_server.json", "meta.json"]
     assert sorted(path.name for path in files) == names
 

@@ -263,7 +263,13 @@ def test_a_site_starts_its_own_code_with_configuration_of_its_own(
         "nvflare.private.fed.app.client.client_train",
     ]
     assert command[4:] == ["-m", str(place), "-s", "fed_client.json", "--set", *command[9:]]
-    assert command[9:] == ["secure_train=true", "uid=basel", "org=basel", "config_folder=config"]
+    assert command[9:] == [
+        "secure_train=true",
+        "org=basel",
+        "config_folder=config",
+        "uid=basel",
+        "heart_beat_interval=2",
+    ]
     names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
     local = [
         f"local/{name}.json" for name in ("authorization", "comm_config", "log_config", "resources")

@@ -48,6 +48,7 @@ from coterie.methods import FedAvg
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.rules import RULES
 from coterie.tables.fit import fit
+from coterie.tables.models import load_model
 
 SITES = ("basel", "bern")
 STEPS = 30
@@ -563,3 +564,29 @@ def test_who_says_how_steps_are_taken_gets_gradient_steps(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert lead_settings(in_closed_form(tmp_path, *options)).training.rule == "adaptive"
+
+
+def test_trees_grow_with_sites_as_with_users_in_this_process(tmp_path: Path) -> None:
+    """What sites agree to is what they are asked: E-steps, and the histograms of each level."""
+    how = "--rule", "mixture", "--knob", "trees=True"
+    folder = consortium(tmp_path, *how, how=(), examples="1", norm="inf")  # no bins are merged
+    planned = E_STEPS + 150 * 10
+    assert Kit.load(folder / "sites" / "bern").gradients == planned
+    lead(folder, sites_of(folder))
+    record = coterie.Record.load(folder / RUN / "record.jsonl")
+    assert record.end.account["exchanges"] == 39 + 150
+    assert {given(folder, site) for site in SITES} == {planned}
+    settings = lead_settings(folder)
+    _, task = lead_participant(folder, settings)
+    assert task is not None
+    users = tuple(peer_of(folder / "sites" / site).user for site in SITES)
+    rule, out = coterie.Mixture(trees=True), tmp_path / "here"
+    here = fit(replace(task, peers=users), rule, "linear", out, progress=False)
+    assert here is not None
+    boards = [each.end.account["leaderboard"] for each in (record, here.record)]
+    assert boards[0].keys() == boards[1].keys()
+    for name, line in boards[0].items():
+        assert line["loss"] == pytest.approx(boards[1][name]["loss"], abs=1e-5)
+    saved = load_model(folder / RUN)
+    inputs = task.me.take(torch.arange(len(task.me)), seed=0, step=0)[0]
+    torch.testing.assert_close(saved(inputs), here.model(inputs), atol=1e-5, rtol=0)

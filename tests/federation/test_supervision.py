@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.errors import CoterieError, KnobError
 from coterie.federation import supervision
-from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY
+from coterie.federation.lead import NEXT, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.supervision import SUBMITTED
 from coterie.federation.watching import LOG
 from coterie.recording import Configuration, Point, Record, UserSummary
@@ -41,7 +41,7 @@ class Server:
         yield SimpleNamespace(
             get_system_info=lambda: SimpleNamespace(client_info=clients),
             submit_job=self._submit,
-            get_job_meta=lambda job: {"status": self._next() or "RUNNING"},
+            get_job_meta=lambda job: {"status": self._status(job)},
             abort_job=self.ended.append,
         )
 
@@ -49,8 +49,20 @@ class Server:
         self.submitted.append(f"job {len(self.submitted) + 1}")
         return self.submitted[-1]
 
-    def _next(self) -> str | None:
-        return self.befalls.pop(0)()
+    def _status(self, job: str) -> str:
+        """Let the next thing befall the job that is oldest; one that is to follow waits."""
+        running = [each for each in self.submitted if each not in self.ended]
+        if job in self.submitted and job not in running:
+            return "FINISHED:ABORTED"
+        status = self.befalls.pop(0)() if job not in running[1:] else None
+        if status is not None:
+            self.ended.append(job)
+        return status or "RUNNING"
+
+    def waits(self) -> str | None:
+        """Let the job that was submitted last say that it is ready."""
+        (self.folder / RUN / NEXT).touch()
+        return None
 
     def joins(self, name: str) -> str | None:
         with (self.folder / "server" / LOG).open("a") as log:
@@ -89,15 +101,15 @@ def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: 
     said: list[str] = []
     server.befalls = [
         lambda: begins(server),
-        *[lambda: server.joins("b"), lambda: None] * 7,  # more often than `attempts`
+        *[lambda: server.joins("b"), lambda: None, server.waits] * 7,  # more often than `attempts`
         lambda: server.joins("stranger"),
         server.ends,
     ]
-    ended = supervision.supervise(server.folder, wait=0.0, show_line=said.append, progress=False)
+    ended = supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
     assert ended == "it is over"
     assert server.submitted == [f"job {k}" for k in range(1, 9)]
     assert server.ended == server.submitted[:7]
-    assert sum("started anew: b" in line for line in said) == 7
+    assert sum("back: b" in line for line in said) == 7
     assert not (server.folder / SUBMITTED).exists()
 
 
@@ -111,7 +123,7 @@ def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
 
     monkeypatch.setattr(supervision, "lead", alone)
     server.befalls = [server.dies] * 3
-    supervision.supervise(server.folder, attempts=3, show_line=said.append, progress=False)
+    supervision.follow(server.folder, attempts=3, show_line=said.append, progress=False)
     assert len(server.submitted) == 3
     assert said[-1] == "3 jobs have ended early; going on alone"
 
@@ -121,7 +133,7 @@ def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
 ) -> None:
     server.here = []
     with pytest.raises(CoterieError, match="0 of 2 sites are connected after 0 s"):
-        supervision.supervise(server.folder, wait=0.0, progress=False)
+        supervision.follow(server.folder, wait=0.0, progress=False)
     monkeypatch.setattr(supervision, "lead", lambda folder, sites: server.ends())
     server.here = ["a"]
 
@@ -131,7 +143,7 @@ def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
 
     server.befalls = [lost]
     said: list[str] = []
-    supervision.supervise(server.folder, wait=0.0, show_line=said.append, progress=False)
+    supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
     assert said[-1] == "no site is left; going on alone"
 
 
@@ -144,7 +156,7 @@ def test_a_refused_run_is_told_by_the_command(server: Server) -> None:
 
     server.befalls = [refuses]
     with pytest.raises(KnobError, match="a gives 50 more gradients"):
-        supervision.supervise(server.folder, progress=False)
+        supervision.follow(server.folder, progress=False)
 
 
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP", "stop"])

@@ -94,7 +94,11 @@ def test_what_the_process_says_is_in_its_log_and_not_on_the_screen(
     assert (tmp_path / LOG).stat().st_mode & 0o077 == 0
 
 
-def test_without_a_bar_a_run_is_told_by_tenths(tmp_path: Path, said: list[str]) -> None:
+def test_without_a_bar_a_run_is_told_by_tenths(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(100))
+    monkeypatch.setattr("coterie.recording.progress.time.monotonic", lambda: float(next(seconds)))
     configuration = Configuration(
         rule="Alone()", me=UserSummary(name="me", examples=9), peers={}, steps=20
     )
@@ -108,7 +112,7 @@ def test_without_a_bar_a_run_is_told_by_tenths(tmp_path: Path, said: list[str]) 
         show_new()
     assert shown == [0, 1, 2, 3, 20]
     assert said == [
-        "step 2 of 20: own loss 0.5 · best validation loss 0.3333",
+        "step 2 of 20: own loss 0.5 · best validation loss 0.3333 · 9 s left",
         "step 20 of 20: own loss 0.5 · best validation loss 0.04762",
     ]
 

@@ -194,6 +194,7 @@ def test_it_resumes_to_the_same_bits(tmp_path: Any) -> None:
     resumed = trained(*users(spike=1e4), out=tmp_path, resume=True)
     assert torch.equal(vector(resumed), vector(whole))
     assert resumed.record.end.left_out == whole.record.end.left_out
+    assert resumed.record.end.absent == whole.record.end.absent
 
 
 @pytest.mark.parametrize("wrong", [0.5, math.nan, -3])

@@ -10,7 +10,11 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, minimize
 
 from coterie.errors import KnobError
-from coterie.gradients.simplex import simplex_minimum, water_filling
+from coterie.gradients.simplex import (
+    simplex_minimum,
+    simplex_minimum_low_rank,
+    water_filling,
+)
 
 Array = NDArray[np.float64]
 
@@ -184,3 +188,14 @@ def test_simplex_minimum_in_cases_known() -> None:
 def test_wrong_matrices_are_named(matrix: Any, message: str) -> None:
     with pytest.raises(KnobError, match=message):
         simplex_minimum(matrix)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_many_weights_by_a_factor_are_those_by_the_matrix(scale: float) -> None:
+    random = np.random.default_rng(3)
+    lacking = scale * random.normal(size=(120, 15)) - random.normal(size=15)
+    diagonal = 0.1 * np.square(lacking).sum(1)
+    weights = simplex_minimum_low_rank(lacking, diagonal)
+    exact = simplex_minimum(lacking @ lacking.T + np.diag(diagonal))
+    np.testing.assert_allclose(weights, exact, atol=1e-9)
+    assert (weights >= 0).all()

@@ -58,10 +58,12 @@ def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path)
     run = coterie.train(
         model, mse_loss, me, peers, rule, steps=20, guard=guard, out=tmp_path, trackers=()
     )
-    assert run.model.base[1].weight.data_ptr() == model.base[1].weight.data_ptr()  # type: ignore[operator, union-attr, index]
+    frozen: Any = model.base[1].weight
+    held = {part.data_ptr() for part in run.model.parameters() if part.shape == frozen.shape}
+    assert held == {frozen.data_ptr()}  # also where many models are mixed
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     largest = max(path.stat().st_size for path in (tmp_path / "checkpoints").iterdir())
-    assert largest < FROZEN / 10
+    assert largest < FROZEN / 4  # candidates are in it, of a few numbers each
     # adaptive averaging divides its steps, and goes on with as many only
     steps = 20 if rule is None else 30
     again = coterie.train(

@@ -1,16 +1,25 @@
 """The whole of it: planted problems against scikit-learn, honest folds, and input that is bad."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from sklearn.linear_model import RidgeCV
 
-from coterie.mixture.candidates import Candidates, constant, flat_prior, folds_of, paths
+from coterie.mixture.candidates import (
+    Candidates,
+    OwnRows,
+    constant,
+    flat_prior,
+    guesses,
+    paths,
+)
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, fit_here
+from coterie.mixture.fit import Fitted, asks_here, driven, fit_here
 from coterie.mixture.mixing import halves, mixed, weights_of
 from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.prior import find_priors
 from coterie.mixture.scaling import Scaling
 
 
@@ -47,14 +56,15 @@ def test_what_judges_a_row_has_not_seen_its_fold() -> None:
         np.column_stack([random.normal(size=(20, 3)), np.ones(20)]),
         np.eye(2)[random.integers(0, 2, 20)],
     )
-    folds = folds_of(y, 4, 0, classes=True)
+    folds = OwnRows.of(Rows(x, y), SOFTMAX, 0).folds
     other = np.where((folds == 1)[:, None], 1 - y, y)
     priors = {"alone": Priors(np.zeros((4, 1, 2)), flat_prior(4, 2, intercept=True), np.ones(1))}
     plain = Scaling(np.zeros(3), np.ones(3), np.zeros(2), np.ones(2), intercept=True)
 
     def candidates(targets: Array) -> list[Candidates]:
-        rows = Rows(x, targets)
-        return [*paths(rows, SOFTMAX, priors, folds, plain), constant(rows, SOFTMAX, folds, plain)]
+        own = replace(OwnRows.of(Rows(x, y), SOFTMAX, 0), rows=Rows(x, targets))
+        own = replace(own, guesses=guesses(SOFTMAX, targets, own.folds))
+        return [*paths(own, SOFTMAX, priors, plain), constant(own, plain)]
 
     for one, two in zip(candidates(y), candidates(other), strict=True):
         np.testing.assert_array_equal(one.outputs[folds == 1], two.outputs[folds == 1])
@@ -180,3 +190,28 @@ def test_peers_that_lie_cost_little(lie: str, liars: int) -> None:
         )
         differences.append(served - alone)
     assert np.mean(differences) <= 3 * np.std(differences, ddof=1) / len(differences) ** 0.5
+
+
+def test_many_own_rows_are_fitted_as_few() -> None:
+    """The sums of a fold are all that the squared loss needs: judged by the same rows, the same is served."""
+    random = np.random.default_rng(2)
+
+    def user(n: int) -> tuple[Array, Array]:
+        x = random.normal(size=(n, 4))
+        return x, x.sum(1, keepdims=True) + random.normal(size=(n, 1))
+
+    me, peers = user(300), [user(40) for _ in range(6)]
+    scaling = Scaling.of(*me, SQUARED, intercept=True)
+    rows = scaling.rows(*me)
+    whole = OwnRows.of(rows, SQUARED, 0)
+    few = OwnRows.of(rows, SQUARED, 0, most=100)
+    assert (len(few.rows.inputs), len(few.judging.inputs)) == (4 * 6, 100)
+    again = replace(few, judging=whole.judging, folds=whole.folds)
+    asks = asks_here([scaling.clipped(scaling.rows(*peer)) for peer in peers], SQUARED)
+    found = [driven(find_priors(own, SQUARED, 6), asks) for own in (whole, again)]
+    np.testing.assert_allclose(found[0].tau, found[1].tau, atol=1e-7)
+    for one, two in zip(*(each.priors for each in found), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-8)
+    flat = {"alone": Priors(np.zeros((5, 1, 1)), flat_prior(5, 1, intercept=True), np.ones(1))}
+    first, second = (paths(own, SQUARED, flat, scaling)[0] for own in (whole, again))
+    np.testing.assert_allclose(first.outputs, second.outputs, rtol=1e-7, atol=1e-8)

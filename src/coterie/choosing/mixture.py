@@ -3,7 +3,7 @@
 See docs/mixture.md.
 """
 
-import itertools
+import functools
 import logging
 import math
 import time
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.engines.capabilities import AnswersESteps
-from coterie.engines.engine import Answers, Engine, Question
+from coterie.engines.engine import AllRows, Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
-from coterie.errors import KnobError
+from coterie.errors import DataError, KnobError
 from coterie.evaluation.evaluate import example_losses
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.answers import TOLD, EStep
-from coterie.mixture.candidates import ALONE_KINDS, FOLDS, Candidates
+from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
 from coterie.mixture.mixing import MixtureEntry, told
@@ -48,6 +48,8 @@ from coterie.mixture.served import give
 from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
+from coterie.trees.boosting import Growth
+from coterie.trees.histograms import Histograms
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import random_key
 from coterie.users.user import Loss
@@ -56,6 +58,7 @@ FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
 
 
+GROWTH = Growth()
 logger = logging.getLogger(__name__)
 
 
@@ -165,10 +168,12 @@ class Mixture(Algorithm):
         return AdaptiveAveraging(self.single, self.rates)
 
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
-        """Return as how many gradients the E-steps of a fit count, at most."""
+        """Return as how many gradients the E-steps of a fit count, and the levels of its trees, at most."""
         priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
         slopes = POOLED + JOINT * len(TIMES) * (1 + FOLDS)
-        return slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
+        steps = slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
+        levels = GROWTH.trees * GROWTH.depth * 2 * (1 + FOLDS) if self.trees else 0
+        return levels + (steps if self.trees != "only" else 0)
 
     def learner(
         self,
@@ -307,6 +312,8 @@ class ClosedForm(Learner):
         self.fitted: Fitted | None = None
         # the peers that were left out of some exchanges, with the last reason, and of how many
         self._left_out, self._missed = dict[str, str](), Counter[str]()
+        self._roots = dict[tuple[str, ...], Array]()  # of each peer, or all: rows in the last root
+        self.exchanges = 0
 
     @property
     def followed(self) -> Any:
@@ -337,37 +344,64 @@ class ClosedForm(Learner):
 
     def _asking(self, scaling: Scaling) -> Callable[[PriorQuestion], PriorAnswer]:
         """Return what asks the peers, wherever they are: an exchange for each question."""
-        engine, heard, exchanges = self.engine, Heard(), itertools.count()
-        if not isinstance(engine, AnswersESteps):
-            raise TypeError(f"{type(engine).__name__} has no `e_step`")
-        told = engine.capabilities.examples
-        examples = max([told.get(name) or 1 for name in engine.names], default=1)
-        alike = torch.full((1, len(engine.names)), 1 / max(1, len(engine.names))).double()
-
-        elsewhere, ends = not engine.capabilities.local, Remaining(POOLED + JOINT + EXCHANGES)
+        heard = Heard()
 
         def ask(asked: PriorQuestion) -> PriorAnswer:
-            question = EStep(self.family.name, scaling, asked.priors, asked.told, float(examples))
-            point, sent = self.x.detach()[None], 2 * asked.priors.mean.size
-            self.costs.exchange(engine.names, down=sent, up=math.prod(question.shape))
-            answers = engine.e_step(Question(point, next(exchanges), alike, e_step=question))()
-            if elsewhere and (said := ends.after_one()):
-                logger.warning("%s", said)
-            for name in (name for name in engine.names if name not in answers.left_out):
-                self.costs.compute([name], told.get(name), times=question.gradients)
-            self._missed.update(list(answers.left_out))
-            missed = answers.left_out.items()
-            self._left_out |= {n: f"{why}, in {self._missed[n]} exchanges" for n, why in missed}
+            question = EStep(self.family.name, scaling, asked.priors, asked.told, self._largest)
+            answers = self._exchange(question, 2 * asked.priors.mean.size)
+            self._note(answers.left_out)
             if answers.rows is not None:
                 rows = answers.rows[0].reshape(-1, *question.shape)
                 return heard.answer(asked, question, rows.numpy())
-            if answers.sums is None:
-                raise AssertionError("rows or sums were asked for")
-            sums = question.read(answers.sums.reshape(question.shape).numpy())
+            sums = question.read(_sums(answers).reshape(question.shape).numpy())
             answered = answers.answered.expand(len(asked.priors.noise)).numpy()
             return PriorAnswer(sums, answered)
 
         return ask
+
+    @functools.cached_property
+    def _ends(self) -> Remaining:
+        levels = GROWTH.trees * GROWTH.depth if self.trees else 0
+        return Remaining((self.trees != "only") * (POOLED + JOINT + EXCHANGES) + levels)
+
+    @functools.cached_property
+    def _largest(self) -> float:
+        """How many examples a peer has at most, as far as they tell."""
+        told = self.engine.capabilities.examples
+        return float(max([told.get(name) or 1 for name in self.engine.names], default=1))
+
+    @functools.cached_property
+    def _by_size(self) -> dict[int | None, list[str]]:
+        """The peers, by how many examples they told of at first."""
+        told, by_size = self.engine.capabilities.examples, dict[int | None, list[str]]()
+        for name in self.engine.names:
+            by_size.setdefault(told.get(name), []).append(name)
+        return by_size
+
+    def _exchange(self, asked: AllRows, sent: int) -> Answers:
+        """Ask all peers, who count alike; `sent` is how many numbers the question has."""
+        engine = self.engine
+        if not isinstance(engine, AnswersESteps):
+            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)
+        alike = torch.full((1, peers), 1 / max(1, peers)).double()
+        self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
+        answers = engine.e_step(Question(point, self.exchanges, alike, e_step=asked))()
+        self.exchanges += 1
+        if not can.local and (said := self._ends.after_one()):
+            logger.warning("%s", said)
+        for many, names in self._by_size.items():
+            gave = [name for name in names if name not in answers.left_out]
+            self.costs.compute(gave, many, times=asked.gradients)
+        return answers
+
+    def _note(self, left_out: Mapping[str, str]) -> None:
+        """Note who was left out of an exchange."""
+        self._missed.update(list(left_out))
+        missed = left_out.items()
+        self._left_out |= {
+            name: f"{why}, in {self._missed[name]} exchanges" for name, why in missed
+        }
 
     def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
         from coterie.trees.tree_candidates import candidates
@@ -377,8 +411,32 @@ class ClosedForm(Learner):
         validation = self.spec.me.validation
         held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
         given = [Rows(*self._numbers(each)).finite() for each in peers]
-        settings: dict[str, Any] = {"held_out": held_out, "seed": seed}
+        elsewhere = None if here or not self.engine.names else self._histograms
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed, "elsewhere": elsewhere}
         return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
+
+    def _histograms(self, asked: Histograms) -> Array | None:
+        """Ask peers elsewhere about a level of trees; return sums over those whose histograms can be."""
+        asked = replace(asked, examples=self._largest)
+        answers, sums = self._exchange(asked, asked.numbers), list[Array]()
+        left_out, given = dict(answers.left_out), answers.rows
+        if given is None:  # under masks: of weights that are one over the number of peers
+            given = (_sums(answers) * len(self.engine.names))[None]
+        every = [(name,) for name in self.engine.names]
+        for names, numbers in zip(
+            every if answers.rows is not None else [self.engine.names], given[0], strict=True
+        ):
+            if names[0] in left_out or not answers.answered.any():
+                continue
+            try:
+                sums.append(asked.checked(numbers.cpu().numpy(), self._roots.get(names)))
+            except DataError as error:
+                left_out |= dict.fromkeys(names, str(error))
+                continue
+            if not asked.level.levels:
+                self._roots[names] = asked.rows_in(sums[-1])
+        self._note(left_out)
+        return sum(sums[1:], sums[0]) if sums else None
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
         return numbers_of(examples, self.family, self.layer.out_features)
@@ -388,7 +446,7 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        self.costs.compute([self.costs.me], len(self.spec.me), times=fitted.exchanges)
+        self.costs.compute([self.costs.me], len(self.spec.me), times=self.exchanges)
         self.state = {
             "step": self.step + 1,
             "out_of_fold": torch.from_numpy(fitted.served.losses),
@@ -441,11 +499,17 @@ class ClosedForm(Learner):
             return {}
         on_test = None if self.spec.me.test is None else partial(self._on, self.spec.me.test)
         account = account_of(fitted, self.tau(), len(self.spec.me), on_test)
-        return account | {"exchanges": fitted.exchanges}
+        return account | {"exchanges": self.exchanges}
 
     def _on(self, examples: Examples, entry: MixtureEntry) -> Array:
         """Return the losses of what an entry would serve."""
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
+
+
+def _sums(answers: Answers) -> Tensor:
+    if answers.sums is None:
+        raise AssertionError("rows or sums were asked for")
+    return answers.sums
 
 
 def account_of(
@@ -494,9 +558,12 @@ def account_of(
             "difference": board["alone"]["difference"],
             "low": board["alone"]["low"],
             "high": board["alone"]["high"],
-            "error": float(change.std(ddof=1)) / n**0.5,
+            "error": float(change.std(ddof=1)) / len(change) ** 0.5,
         }
-    return account | {"sentence": _sentence(fitted), "advice": _advice(fitted, board)}
+    sentence, judges = _sentence(fitted), len(fitted.served.losses)
+    if judges < n and judges == JUDGING:
+        sentence += f"; a sample of {judges:,} of the {n:,} own examples judges"
+    return account | {"sentence": sentence, "advice": _advice(fitted, board)}
 
 
 def _sentence(fitted: Fitted) -> str:

@@ -494,20 +494,17 @@ def stop(folder: Folder) -> None:
 def _follow(folder: Path, **settings: Any) -> None:
     """Follow a run to its end, and say where its results are."""
     from coterie.federation.settings import members_of
-    from coterie.federation.supervision import follow_everyone, supervise
+    from coterie.federation.supervision import follow
 
-    everyone = bool(members_of(folder))
     try:
-        typer.echo(
-            (follow_everyone if everyone else supervise)(folder, **settings, show_line=typer.echo)
-        )
+        typer.echo(follow(folder, **settings, show_line=typer.echo))
     except KeyboardInterrupt:
         typer.echo(
             f"stopped; `coterie federate run {folder} --resume` goes on from what is saved",
             err=True,
         )
         raise typer.Exit(130) from None
-    if everyone:
+    if members_of(folder):
         typer.echo(
             "Each site's model, record and page (index.html) are in `run` in its own folder,"
             " nowhere else."

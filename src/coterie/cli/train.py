@@ -108,19 +108,16 @@ def _in_closed_form(
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
-    here, attacked = where.engine == "in-process", where.attack is not None
-    plain = not (weighted or where.secure_sums or attacked)
-    kinds: dict[str, list[str]] = {"auto": [], "linear": []}
-    if here:
-        kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
-    elif table.me == ALL:  # where all train
+    plain = not (weighted or where.secure_sums or where.attack is not None)
+    kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
+    if where.engine != "in-process" and table.me == ALL:  # where all train
         kinds = {}
     if rule.rule != "auto" or stepwise or knobs or not plain or how.model not in kinds:
         if how.model == "trees":
             raise KnobError(
-                "`--model trees` takes no steps, needs all users in this process, and rows that"
-                " count alike; leave out `--rule`, what says how steps are taken, `--engine` and"
-                " `--weights`"
+                "`--model trees` takes no steps, and needs rows that count alike and one user who"
+                " trains; leave out `--rule`, what says how steps are taken, `--weights`, `--me all`"
+                " over processes and `--secure-sums`"
             )
         return table, rule, replace(how, model=_linear(how.model))
     closed = replace(rule, rule="mixture", knob=kinds[how.model])

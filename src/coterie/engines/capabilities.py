@@ -23,6 +23,7 @@ __all__ = [
     "AsksAtPoints",
     "Capabilities",
     "Captures",
+    "LimitsExchanges",
     "Local",
     "Stackable",
     "TellsPromises",
@@ -93,6 +94,14 @@ class AnswersESteps(Engine, Protocol):
 
         They are rows where the engine has rows, else their weighted sum.
         """
+
+
+@runtime_checkable
+class LimitsExchanges(Engine, Protocol):
+    """An engine whose exchanges may take so long that a run of many is refused before it begins."""
+
+    def check_exchanges(self, exchanges: int) -> None:
+        """Refuse a run of so many exchanges, with advice, where they would take too long."""
 
 
 @runtime_checkable

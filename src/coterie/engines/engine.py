@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from coterie.gradients.gradients import Gradients, finite_rows, is_finite
 from coterie.mixture.answers import EStep
 from coterie.recording.costs import Traffic
+from coterie.trees.histograms import Histograms
 from coterie.users.user import Loss, User
 
 NOT_IN_MEMORY = "not all examples are in memory"
+
+AllRows: TypeAlias = EStep | Histograms
+"""What peers answer on all their examples, in the place of a gradient."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class Question:
     # at the first points each peer by itself, and user 0 on all examples of these parts
     each: Sequence[int] = ()
     # in the place of a gradient, at one point: where a network is up to the layer
-    e_step: EStep | None = None
+    e_step: AllRows | None = None
 
     @property
     def form(self) -> Tensor:
@@ -151,7 +155,7 @@ class Question:
         return form_of(self.points, self.e_step)
 
 
-def form_of(points: Tensor, e_step: EStep | None) -> Tensor:
+def form_of(points: Tensor, e_step: AllRows | None) -> Tensor:
     """Return something with the shape and the type of an answer: the points, but for an E-step."""
     if e_step is None:
         return points

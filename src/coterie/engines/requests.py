@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.engine import LocalWork, form_of
-from coterie.mixture.answers import EStep
+from coterie.engines.engine import AllRows, LocalWork, form_of
 
 MAX_STEP = 2**62
 """The steps that can be asked for end here, far beyond any run."""
@@ -47,7 +46,7 @@ class Request:
     frozen: str | None = None  # `frozen_digest` of user 0's model; not compared when None
     # steps from each point, on the batches of this step and those after it
     work: LocalWork | None = None
-    e_step: EStep | None = None  # on all examples, the layers before it at the point
+    e_step: AllRows | None = None  # on all examples, the layers before it at the point
 
     @property
     def gradients(self) -> int:

@@ -14,6 +14,7 @@ from coterie.evaluation.evaluate import evaluate, example_losses, outputs_on, wh
 from coterie.evaluation.metrics import Metric, less_is_better, metrics_of
 from coterie.recording.result import Comparison, Difference
 from coterie.users.examples import Examples
+from coterie.users.sampling import seeded
 from coterie.users.trees import has_rows, mapped
 from coterie.users.user import Loss
 
@@ -94,8 +95,16 @@ def constant_loss(
     if known is None or judged is None:
         return None
     (output, targets), (_, asked) = known, judged
-    if not isinstance(output, Tensor) or output.ndim != 2 or not isinstance(targets, Tensor):
+    if not isinstance(output, Tensor) or output.ndim != 2:
         return None
+    if not isinstance(targets, Tensor) or not isinstance(asked, Tensor):
+        return None
+    with seeded(0, "constant", 0):  # a loss may draw
+        return _best_constant(output, targets, asked, loss)
+
+
+def _best_constant(output: Tensor, targets: Tensor, asked: Tensor, loss: Loss) -> float | None:
+    """Return the loss on targets asked for of the constant that is best on others; see `constant_loss`."""
     constant = torch.zeros(1, output.shape[1], dtype=torch.float64, requires_grad=True)
     try:
         optimizer = torch.optim.LBFGS([constant], max_iter=50, line_search_fn="strong_wolfe")

@@ -1,6 +1,7 @@
 """The job that NVFLARE runs: it names classes that everybody has installed, and carries no code."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,13 @@ def site_class(everyone: bool) -> str:
     return MEMBER_CLASS if everyone else SITE_CLASS
 
 
-def write_job(folder: Path, name: str = "coterie", *, everyone: bool = False) -> Path:
-    """Write the job to a folder, and return its path."""
+def write_job(
+    folder: Path, sites: Sequence[str], name: str = "coterie", *, everyone: bool = False
+) -> Path:
+    """Write the job of these sites to a folder, and return its path.
+
+    One that is lost is not named: NVFLARE would wait a minute for it.
+    """
     server: dict[str, Any] = {
         "format_version": 2,
         "workflows": [
@@ -50,7 +56,8 @@ def write_job(folder: Path, name: str = "coterie", *, everyone: bool = False) ->
         "components": [{"id": "_client", "path": site_class(everyone), "args": {}}],
         **_INLINE,
     }
-    meta = {"name": name, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}
+    meta: dict[str, Any] = {"name": name, "resource_spec": {}, "min_clients": 1}
+    meta["deploy_map"] = {"app": ["server", *sites]}
     job = folder / name
     files = {
         "meta.json": meta,

@@ -16,6 +16,7 @@ from coterie.engines.engine import MakeEngine
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
+from coterie.federation.live import LivePage
 from coterie.federation.participants import Participant, lead_participant
 from coterie.federation.settings import (
     FILE,
@@ -48,6 +49,8 @@ SUMMARY = "summary.txt"
 """The result in a few lines; written last, so that what has one has ended."""
 REFUSED = "refused.txt"
 """Why a run was not begun, or cannot go on."""
+NEXT = "next"
+"""Says that a job is ready to go on with the run that another one, which is to end, still makes."""
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
 REMEDY = (
@@ -78,8 +81,10 @@ def lead(folder: Path, sites: Sites) -> None:
 @contextmanager
 def at_work(out: Path) -> Iterator[None]:
     """Claim the folder of a run, forget how the last one ended, and write what coterie has to say to its news."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / NEXT).touch()
     with claimed(out, SECONDS_FOR_THE_LAST_ONE), _news(out / NEWS):
-        for name in (SUMMARY, REFUSED):
+        for name in (SUMMARY, REFUSED, NEXT):
             (out / name).unlink(missing_ok=True)
         yield
 
@@ -89,12 +94,13 @@ def train_here(
 ) -> None:
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
     rule, knobs = rule_of(settings), settings.training
-    engine = _engine_of(settings, sites)
+    page = LivePage(out, sites, settings.sites, knobs.timeout, out / NEWS)
     options: dict[str, Any] = {
         each.name: getattr(knobs, each.name) for each in fields(StepSettings)
     }
     options |= {
-        "engine": engine,
+        "engine": _engine_of(settings, sites, page),
+        "hooks": [page],
         "resume": True,
         "progress": False,
     }
@@ -109,11 +115,19 @@ def train_here(
     files.write(out / SUMMARY, f"{said}\n".encode())
 
 
-def _engine_of(settings: LeadSettings, sites: Sites) -> MakeEngine:
+def _engine_of(settings: LeadSettings, sites: Sites, page: LivePage) -> MakeEngine:
     """Return what makes the engine: one that sees each site's gradient, or their sum alone."""
     knobs = settings.training
     messages = {each.name: getattr(knobs, each.name) for each in fields(MessageSettings)}
-    return functools.partial(Remote, sites=sites, names=settings.sites, **messages)
+
+    asking = functools.partial(Remote, sites=sites, names=settings.sites, **messages)
+
+    def made(*args: Any, **how: Any) -> Remote:
+        engine = asking(*args, **how)
+        page.engine = engine
+        return engine
+
+    return made
 
 
 def planned_gradients(settings: LeadSettings) -> int:

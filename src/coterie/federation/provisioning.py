@@ -10,7 +10,12 @@ from pathlib import Path
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import CONTROLLER, server_class
 from coterie.federation.manifest import CERTIFICATES, check_host, check_name
-from coterie.federation.workspace import require_nvflare, write_configuration, write_limits
+from coterie.federation.workspace import (
+    launcher,
+    require_nvflare,
+    write_configuration,
+    write_limits,
+)
 
 LEAD = "lead@coterie.org"
 PRIVATE = (".key", ".json", ".pem", ".pfx")
@@ -161,7 +166,10 @@ def _pin_server(server: Path, size: int, kind: str) -> None:
     local, store = server / "local", str((server / "jobs").absolute())
     resources = json.loads((local / "resources.json.default").read_text(encoding="utf-8"))
     resources["allow_log_streaming"] = False
-    resources["components"] = [c for c in resources["components"] if "log" not in c["id"]]
+    kept = [c for c in resources["components"] if "log" not in c["id"]]
+    resources["components"] = [
+        launcher("server", kind) if c["id"] == "process_launcher" else c for c in kept
+    ]
     resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = store + "/snapshots"
     for component in resources["components"]:
         if component["id"] == "job_manager":

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.everyone.relay import MEMBERS, unfinished
 from coterie.federation.job import write_job
-from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
+from coterie.federation.lead import NEXT, RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import MIXTURE, lead_settings, members_of
-from coterie.federation.watching import Joined, NewLines, RunWatch
-from coterie.federation.workspace import require_nvflare
+from coterie.federation.watching import Joined, RunWatch
+from coterie.federation.workspace import SECONDS_BETWEEN_SIGNS_OF_LIFE, require_nvflare
 from coterie.recording.progress import progress_bar
 
 SECONDS_BETWEEN_POLLS = 0.5
@@ -28,14 +28,13 @@ SECONDS_BETWEEN_POLLS = 0.5
 SECONDS_TO_RECONNECT = 10.0
 """How long sites that were connected before have to connect again, once one of them is."""
 
-SECONDS_A_SIGN_OF_LIFE_LASTS = 25.0
-"""NVFLARE's clients send one every 10 seconds."""
+SECONDS_A_SIGN_OF_LIFE_LASTS = 4 * SECONDS_BETWEEN_SIGNS_OF_LIFE
 
 SUBMITTED = "submitted.txt"
-"""NVFLARE's name of the job that runs, in user 0's folder; the job is to end where it is gone."""
+"""NVFLARE's names of the jobs that run, in user 0's folder; they are to end where it is gone."""
 
 
-def supervise(
+def follow(
     folder: Path,
     *,
     resume: bool = False,
@@ -49,10 +48,11 @@ def supervise(
 
     NVFLARE ends a whole job when one site's worker dies, and a site that starts anew is in no job
     that runs. What is left is then submitted again, from the last checkpoint, to the sites that are
-    there; with none left, user 0 goes on alone.
+    there. With none left, user 0 goes on alone. Where everyone trains, who has ended answers the
+    others.
 
     Args:
-        folder: user 0's.
+        folder: user 0's, or the server's where everyone trains.
         resume: go on with the run that is there.
         attach: follow the job that runs already.
         wait: how many seconds the server and the sites have to connect.
@@ -60,69 +60,35 @@ def supervise(
         show_line: shows a line.
         progress: whether to draw a bar; None: where standard error is a terminal.
     """
-    settings = lead_settings(folder)
-    out = folder / RUN
-    if (out / RECORD).exists() and not (resume or attach):
-        raise KnobError(f"{out} already holds a run; go on with it (`--resume`), or move it away")
-    jobs = _Jobs(folder, settings.sites, wait, attempts, show_line, attach=attach)
-    for name in (SUMMARY, REFUSED) if not attach else ():
-        (out / name).unlink(missing_ok=True)
-    # a closed form is one step, whose exchanges are told as news
-    steps = 1 if settings.training.rule == MIXTURE else settings.training.steps
-    has_bar = sys.stderr.isatty() if progress is None else progress
-    with progress_bar(has_bar, type(rule_of(settings)).__name__, steps) as show:
-        show_new = RunWatch(out, steps, show, show_line, tenths=not has_bar)
-        for _ in jobs.ended(show_new, lambda here: len(here) >= 1):
-            if (out / SUMMARY).exists():
-                return (out / SUMMARY).read_text(encoding="utf-8")
-    show_line(f"{jobs.why}; going on alone")
-    lead(folder, LocalSites({}))
-    show_new()
-    return (out / SUMMARY).read_text(encoding="utf-8")
-
-
-def follow_everyone(
-    folder: Path,
-    *,
-    resume: bool = False,
-    attach: bool = False,
-    wait: float = 60.0,
-    attempts: int = 5,
-    show_line: Callable[[str], None] = print,
-) -> str:
-    """Submit the job in which everyone trains, follow it, and return in a few lines who has ended.
-
-    Where a job ends and somebody has not, it is submitted again once that site is there: whoever
-    has ended answers it. For the arguments see `supervise`.
-    """
-    names, out = members_of(folder), folder / RUN
-    if (out / MEMBERS).exists() and not (resume or attach):
+    members, out = members_of(folder), folder / RUN
+    if (out / (MEMBERS if members else RECORD)).exists() and not (resume or attach):
+        what = " as all sites must" if members else ""
         raise KnobError(
-            f"{out} already holds a run; go on with it (`--resume`), or move it away, as all sites"
-            " must"
+            f"{out} already holds a run; go on with it (`--resume`), or move it away{what}"
         )
-    left, news = list(names), NewLines(out / NEWS)
-    jobs = _Jobs(folder, names, wait, attempts, show_line, attach=attach, everyone=True)
-
-    def show_new() -> None:
-        for line in news():
-            show_line(line)
-
-    def enough(here: set[str]) -> bool:
-        for name in (SUMMARY, REFUSED):  # by which an end is known
-            (out / name).unlink(missing_ok=True)
-        return len(here) >= 2 if len(left) == len(names) else bool(here & set(left))
-
-    for status in jobs.ended(show_new, enough):
-        left[:] = unfinished(out) if (out / MEMBERS).exists() else left
-        if (out / SUMMARY).exists() and not left:
+    if members:
+        names, title, steps, has_bar = members, "", 1, False
+    else:
+        settings = lead_settings(folder)
+        names, title = settings.sites, type(rule_of(settings)).__name__
+        # a closed form is one step, whose exchanges are told as news
+        steps = 1 if settings.training.rule == MIXTURE else settings.training.steps
+        has_bar = sys.stderr.isatty() if progress is None else progress
+    with progress_bar(has_bar, title, steps) as show:
+        show_new = RunWatch(out, steps, show, show_line, tenths=not has_bar)
+        jobs = Jobs(folder, names, wait, show_new, show_line, everyone=bool(members))
+        if jobs.bring_to_end(attempts, attach=attach):
             return (out / SUMMARY).read_text(encoding="utf-8")
-        show_line(f"a job has ended ({status}), without the end of {', '.join(left)}")
-    raise CoterieError(
-        f"no end of {', '.join(left)}; its `run/refused.txt` or `nvflare/nvflare.log` may say why."
-        f" Once it is started (`coterie federate site`), `coterie federate run {folder} --resume`"
-        " goes on"
-    )
+        if members:
+            raise CoterieError(
+                f"no end of {', '.join(jobs.left())}; its `run/refused.txt` or"
+                " `nvflare/nvflare.log` may say why. Once it is started (`coterie federate site`),"
+                f" `coterie federate run {folder} --resume` goes on"
+            )
+        show_line(f"{jobs.why}; going on alone")
+        lead(folder, LocalSites({}))
+        show_new()
+    return (out / SUMMARY).read_text(encoding="utf-8")
 
 
 def stop(folder: Path, wait: float = 60.0) -> bool:
@@ -130,16 +96,21 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
     path = folder / SUBMITTED
     if not path.exists():
         return False
-    job = path.read_text(encoding="utf-8")
+    jobs = _submitted(path)
     path.unlink()  # whoever follows it submits no other
     with session_of(folder / "lead", wait) as session:
-        running = not _status(session, job).startswith("FINISHED")
-        if running:
+        running = [job for job in jobs if not _status(session, job).startswith("FINISHED")]
+        for job in running:
             session.abort_job(job)
-    return running
+    return bool(running)
 
 
-class _Jobs:
+def _submitted(path: Path) -> list[str]:
+    """Return NVFLARE's names of the job that runs, and of one that is to go on from it."""
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+class Jobs:
     """The jobs of one run, one after the other."""
 
     def __init__(
@@ -147,63 +118,135 @@ class _Jobs:
         folder: Path,
         names: Sequence[str],
         wait: float,
-        attempts: int,
+        show_new: Callable[[], None],
         show_line: Callable[[str], None],
         *,
-        attach: bool = False,
         everyone: bool = False,
     ) -> None:
-        self.folder, self.names, self.wait, self.attempts = folder, names, wait, attempts
-        self.show_line, self.path = show_line, folder / SUBMITTED
-        self.why = f"{attempts} jobs have ended early"
-        self.first = ""
-        if attach:
-            if not self.path.exists():
-                raise KnobError(f"no job of {folder} runs; `coterie federate run` submits one")
-            self.first = self.path.read_text(encoding="utf-8")
-        self.job = write_job(folder.absolute() / "job", everyone=everyone)
+        self.folder, self.names, self.wait = folder, names, wait
+        self.show_new, self.show_line, self.everyone = show_new, show_line, everyone
+        self.out, self.path, self.why = folder / RUN, folder / SUBMITTED, ""
+        self.joined = Joined(folder / "server", names)
+        self.asked = set(names)  # who is in the job
 
-    def ended(
-        self, show_new: Callable[[], None], enough: Callable[[set[str]], bool]
-    ) -> Iterator[str]:
-        """Yield how each job has ended, as long as there are enough sites for another."""
-        failed, started, out = 0, bool(self.first), self.folder / RUN
+    def bring_to_end(self, attempts: int, *, attach: bool) -> bool:
+        """Submit jobs until the run has ended, and say whether it has; so many may end early."""
+        if attach and not self.path.exists():
+            raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
+        failed, begun = 0, attach
         try:
-            while failed < self.attempts:
-                joined = Joined(self.folder / "server", self.names)
+            while failed < attempts:
                 with _signals_interrupt(), session_of(self.folder / "lead", self.wait) as session:
-                    if not self.first:
-                        patience = SECONDS_TO_RECONNECT if started else self.wait
-                        here = _connected(session, self.names, self.wait, patience)
-                        if not enough(here):
-                            if not started:
-                                raise CoterieError(
-                                    f"{len(here)} of {len(self.names)} sites are connected after"
-                                    f" {self.wait:g} s; they start with `federate site`"
-                                )
-                            self.why = "no site is left"
-                            return
-                        joined()
-                        joined.names.clear()  # these are in the job
-                        self.path.write_text(session.submit_job(str(self.job)), encoding="utf-8")
-                    self.first, started = "", True
-                    status = watch(session, self.path, out, show_new, joined)
-                show_new()
-                if (out / REFUSED).exists():
-                    raise KnobError((out / REFUSED).read_text(encoding="utf-8"))
-                yield status
-                if joined.names:
-                    back = ", ".join(sorted(joined.names))
-                    self.show_line(
-                        f"started anew: {back}; going on in a job with all that are here"
-                    )
-                else:
-                    failed += 1
-                    self.show_line(
-                        f"job {failed} has ended early ({status}); going on from the last checkpoint"
-                    )
+                    if not attach and not self._begin(session, again=begun):
+                        self.why = "no site is left"
+                        return False
+                    attach, begun = False, True
+                    status = self._watch(session)
+                self.show_new()
+                if (self.out / REFUSED).exists():
+                    raise KnobError((self.out / REFUSED).read_text(encoding="utf-8"))
+                left = self.left()
+                if (self.out / SUMMARY).exists() and not left:
+                    return True
+                failed += 1
+                without = f", without the end of {', '.join(left)}" if left else ""
+                self.show_line(
+                    f"job {failed} has ended early ({status}){without}; going on from the last"
+                    " checkpoint"
+                )
         finally:
             self.path.unlink(missing_ok=True)
+        self.why = f"{attempts} jobs have ended early"
+        return False
+
+    def left(self) -> list[str]:
+        """Return who has not ended, where everyone trains."""
+        if not self.everyone:
+            return []
+        return unfinished(self.out) if (self.out / MEMBERS).exists() else list(self.names)
+
+    def _begin(self, session: Any, *, again: bool) -> bool:
+        """Submit a job to those who are connected, and say whether they are enough."""
+        here = _connected(
+            session, self.names, self.wait, SECONDS_TO_RECONNECT if again else self.wait
+        )
+        left = self.left()  # where everyone trains, who begins needs another one
+        enough = len(here & set(left or self.names)) >= (2 if len(left) == len(self.names) else 1)
+        if not enough and not again:
+            raise CoterieError(
+                f"{len(here)} of {len(self.names)} sites are connected after {self.wait:g} s; they"
+                " start with `federate site`"
+            )
+        if enough:
+            for name in (SUMMARY, REFUSED):  # by which an end is known
+                (self.out / name).unlink(missing_ok=True)
+            self.path.write_text(f"{self._submit(session, here)}\n", encoding="utf-8")
+        return enough
+
+    def _submit(self, session: Any, here: Collection[str]) -> str:
+        """Submit a job to these sites, and return NVFLARE's name of it."""
+        self.joined()
+        self.joined.names.clear()
+        self.asked = set(here)
+        job = write_job(self.folder.absolute() / "job", sorted(here), everyone=self.everyone)
+        return str(session.submit_job(str(job)))
+
+    def _note(self, *jobs: str) -> None:
+        """Write down the jobs that run, unless `stop` has taken the file away."""
+        with self.path.open("r+", encoding="utf-8") as file:
+            file.truncate()
+            file.write("".join(f"{job}\n" for job in jobs))
+
+    def _watch(self, session: Any) -> str:
+        """Show the run until NVFLARE says that the job has ended, and return how.
+
+        A site that has joined since a job began is in no job. What is left is submitted anew, with
+        all who are here; the job ends once the next one waits for that. Ctrl-C ends all.
+        """
+        job, *later = _submitted(self.path)
+        try:
+            while True:
+                self.show_new()
+                try:
+                    states = [_status(session, each) for each in (job, *later)]
+                    here = _heard(session, self.names)
+                except Exception as error:  # NVFLARE raises several kinds
+                    return f"the server does not answer, {type(error).__name__}"
+                if any((self.out / name).exists() for name in (SUMMARY, REFUSED)):
+                    return states[0]  # NVFLARE takes some seconds more to clear up
+                over = [state.startswith("FINISHED") for state in states]
+                if all(over):
+                    return states[0]
+                _check_wanted(self.path)
+                if later and (over[0] or (self.out / NEXT).exists()):
+                    self._abort(session, job)
+                    job, later = later[0], []
+                    self._note(job)
+                elif any(over):  # the next one has not begun: another try
+                    later, self.asked = [], self.asked & here
+                    self._note(job)
+                back = self.joined() | (here - self.asked)
+                if back and not later and self._has_begun():
+                    names = ", ".join(sorted(back))
+                    self.show_line(f"back: {names}; going on in a job with all that are here")
+                    (self.out / NEXT).unlink(missing_ok=True)
+                    later = [self._submit(session, here | back)]
+                    self._note(job, *later)
+                time.sleep(SECONDS_BETWEEN_POLLS)
+        except KeyboardInterrupt:
+            later += [job]  # else the sites would go on giving gradients, with nobody to see it
+            raise
+        finally:
+            self._abort(session, *later)
+
+    @staticmethod
+    def _abort(session: Any, *jobs: str) -> None:
+        for job in jobs:
+            with contextlib.suppress(Exception):  # the server, or the job, may be gone
+                session.abort_job(job)
+
+    def _has_begun(self) -> bool:
+        return (self.out / (MEMBERS if self.everyone else RECORD)).exists()
 
 
 @contextmanager
@@ -246,51 +289,28 @@ def session_of(kit: Path, wait: float) -> Iterator[Any]:
         session.close()
 
 
+def _heard(session: Any, names: Collection[str]) -> set[str]:
+    """Return the sites that the server hears now."""
+    oldest = time.time() - SECONDS_A_SIGN_OF_LIFE_LASTS
+    clients = session.get_system_info().client_info
+    return {c.name for c in clients if (c.last_connect_time or 0) > oldest} & set(names)
+
+
 def _connected(session: Any, names: Sequence[str], wait: float, patience: float) -> set[str]:
     """Return the sites that are connected: all, those after `patience` seconds, or after `wait` none."""
     begun = time.monotonic()
     while True:
-        oldest = time.time() - SECONDS_A_SIGN_OF_LIFE_LASTS
-        clients = session.get_system_info().client_info
-        here = {client.name for client in clients if (client.last_connect_time or 0) > oldest}
+        here = _heard(session, names)
         waited = time.monotonic() - begun
-        if here >= set(names) or waited > (patience if here & set(names) else wait):
-            return here & set(names)
+        if here >= set(names) or waited > (patience if here else wait):
+            return here
         time.sleep(SECONDS_BETWEEN_POLLS)
 
 
 def connected_sites(folder: Path, names: Sequence[str], wait: float) -> set[str]:
     """Return which sites the server hears now."""
     with session_of(folder / "lead", wait) as session:
-        return _connected(session, names, 0.0, 0.0)
-
-
-def watch(session: Any, path: Path, out: Path, show_new: Callable[[], None], joined: Joined) -> str:
-    """Show the run until NVFLARE says that the job has ended, and return how.
-
-    Ctrl-C ends the job, and so does a site that has joined since it began: it is in no job yet.
-    """
-    job = path.read_text(encoding="utf-8")
-    try:
-        while True:
-            show_new()
-            try:
-                status = _status(session, job)
-            except Exception as error:  # NVFLARE raises several kinds
-                return f"the server does not answer, {type(error).__name__}"
-            if status.startswith("FINISHED") or any(
-                (out / name).exists() for name in (SUMMARY, REFUSED)
-            ):  # NVFLARE takes some seconds more to clear up
-                joined.names.clear()
-                return status
-            _check_wanted(path)
-            if joined() and (out / RECORD).exists():
-                session.abort_job(job)
-                return status
-            time.sleep(SECONDS_BETWEEN_POLLS)
-    except KeyboardInterrupt:  # else the sites would go on giving gradients, with nobody to see it
-        session.abort_job(job)
-        raise
+        return _heard(session, names)
 
 
 def _check_wanted(path: Path) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coterie.engines.peer import Caps
+from coterie.errors import printable
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.participants import LOG as REQUESTS
-from coterie.recording.progress import Show, numbers_of
+from coterie.recording.progress import Show, TimeLeft, numbers_of
 from coterie.recording.record import Record
 
 LOG = "nvflare.log"
@@ -26,6 +27,8 @@ SECONDS_BETWEEN_LINES = 10.0
 
 LEAST_ROOM = 2**20
 """How many bytes must be free on the disk of a site's folder."""
+
+LONGEST_LINE = 1000
 
 _REGISTERED = "Successfully registered client"
 _CLIENTS = (
@@ -68,7 +71,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Show a line that stays."""
-        text = _printable(text)
+        text = printable(text, LONGEST_LINE)
         if self._terminal:
             print("\r\033[K", end="", flush=True)
         self._show_line(f"{time.strftime('%H:%M:%S')} {text}")
@@ -77,7 +80,7 @@ class Screen:
 
     def now(self, text: str) -> None:
         """Show how things stand; see `look`."""
-        self._text = _printable(text)
+        self._text = printable(text, LONGEST_LINE)
         self.look()
 
     def look(self) -> None:
@@ -107,6 +110,7 @@ class RunWatch:
         self._steps, self._show, self._show_line = steps, show, show_line
         # how many tenths of the run were told, where there is no bar
         self._tenth = 0 if tenths else 11
+        self._left: TimeLeft | None = None
 
     def __call__(self) -> None:
         """Look what is new."""
@@ -124,9 +128,11 @@ class RunWatch:
         )
         best = min(losses, default=None)
         self._show(last.step, loss, weight, best)
+        left = self._left = self._left or TimeLeft(last.step, self._steps)
         if 10 * last.step // self._steps > self._tenth:
             self._tenth = 10 * last.step // self._steps
-            self._show_line(f"step {last.step} of {self._steps}: {numbers_of(loss, weight, best)}")
+            said = f"{numbers_of(loss, weight, best)}{left(last.step)}"
+            self._show_line(f"step {last.step} of {self._steps}: {said}")
 
 
 class SiteWatch:
@@ -251,11 +257,3 @@ class ServerWatch:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def _printable(text: str) -> str:
-    """Return a text without what would move the cursor or change colours.
-
-    Parts of it come from elsewhere.
-    """
-    return "".join(character if character.isprintable() else "?" for character in text)

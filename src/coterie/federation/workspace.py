@@ -16,7 +16,7 @@ from typing import Any
 
 from coterie.engines.requests import MAX_POINTS
 from coterie.errors import CoterieError, KnobError, not_installed
-from coterie.federation.job import EXECUTOR, site_class
+from coterie.federation.job import CONTROLLER, EXECUTOR, site_class
 from coterie.federation.manifest import CERTIFICATES, Kit
 from coterie.federation.watching import LOG
 
@@ -28,6 +28,9 @@ MAX_EXTRA_BYTES = 16 * 2**20
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """How long to wait from one look at what the process has done to the next."""
+
+SECONDS_BETWEEN_SIGNS_OF_LIFE = 2
+"""How often a site tells the server that it is there, which knows by it who is lost."""
 
 RIGHTS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none") | {
     "submit_job": "any",
@@ -41,8 +44,12 @@ _MANAGER = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
 _COMPONENTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("resource_manager", "resource_managers.gpu_resource_manager.GPUResourceManager", _MANAGER),
     ("resource_consumer", "resource_consumers.gpu_resource_consumer.GPUResourceConsumer", {}),
-    ("process_launcher", "job_launcher.client_process_launcher.ClientProcessJobLauncher", {}),
 )
+_LOADED = {
+    "server": ["nvflare.private.fed.app.server.runner_process", CONTROLLER.rpartition(".")[0]],
+    "site": ["nvflare.private.fed.app.client.worker_process", EXECUTOR.rpartition(".")[0]],
+}
+"""What the process of a job needs of NVFLARE."""
 _LOG = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -92,6 +99,7 @@ def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None)
         {"id": id_, "path": f"nvflare.app_common.{path}", "args": args}
         for id_, path, args in _COMPONENTS
     ]
+    components.append(launcher("site", site_class(kit.everyone)))
     resources: dict[str, Any] = {
         "format_version": 2,
         "client": {"retry_timeout": 30, "compression": "Gzip"},
@@ -100,6 +108,13 @@ def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None)
     write_limits(place / "local", resources, classes, kit.size)
     write_configuration(place / "local" / "log_config.json", _LOG)
     return place
+
+
+def launcher(whose: str, made: str) -> dict[str, Any]:
+    """Return the component that starts the processes of jobs, at the "server" or a "site"; a job makes this class."""
+    loaded = _LOADED[whose] + [made.rpartition(".")[0], "skops.io"]
+    path = "coterie.federation.spare.SpareLauncher"
+    return {"id": "process_launcher", "path": path, "args": {"whose": whose, "modules": loaded}}
 
 
 def write_limits(
@@ -123,17 +138,20 @@ def write_configuration(path: Path, content: Mapping[str, Any]) -> None:
 
 def site_command(place: Path, kit: Kit) -> list[str]:
     """Return what starts a site's client."""
-    return _command("client.client_train", place, "fed_client.json", f"uid={kit.site}", kit.site)
+    options = [f"uid={kit.site}", f"heart_beat_interval={SECONDS_BETWEEN_SIGNS_OF_LIFE}"]
+    return _command("client.client_train", place, "fed_client.json", options, kit.site)
 
 
 def server_command(place: Path) -> list[str]:
     """Return what starts user 0's server."""
     if not (place / "startup" / "fed_server.json").exists():
         raise KnobError(f"there is no server in {place}; `coterie federate init` writes it")
-    return _command("server.server_train", place, "fed_server.json", "", "user0")
+    return _command("server.server_train", place, "fed_server.json", [], "user0")
 
 
-def _command(module: str, place: Path, file: str, option: str, organisation: str) -> list[str]:
+def _command(
+    module: str, place: Path, file: str, options: Sequence[str], organisation: str
+) -> list[str]:
     require_nvflare()
     start = [
         sys.executable,
@@ -143,13 +161,9 @@ def _command(module: str, place: Path, file: str, option: str, organisation: str
         "-m",
         str(place.absolute()),
     ]
-    options = [
-        "secure_train=true",
-        option,
-        f"org={organisation.replace('-', '_')}",
-        "config_folder=config",
-    ]
-    return [*start, "-s", file, "--set", *filter(None, options)]
+    org = f"org={organisation.replace('-', '_')}"
+    usual = ["secure_train=true", org, "config_folder=config"]
+    return [*start, "-s", file, "--set", *usual, *options]
 
 
 def surroundings() -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Weights on the simplex: how much each peer counts."""
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
@@ -87,6 +89,60 @@ def simplex_minimum(matrix: ArrayLike) -> NDArray[np.float64]:
     values, vectors = np.linalg.eigh((h + h.T) / (2 * scale))
     root = np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T
     z, _ = nnls(np.vstack([root, np.ones(len(h))]), np.append(np.zeros(len(h)), 1.0))
+    return np.asarray(z / z.sum())
+
+
+def simplex_minimum_low_rank(factor: ArrayLike, diagonal: ArrayLike) -> NDArray[np.float64]:
+    """Return the weights κ on the simplex that minimise κᵀ(FFᵀ + diag D)κ, in O(n r²) for r columns.
+
+    As `simplex_minimum`, by the dual of its problem, which has r + 1 unknowns however many weights
+    there are:
+
+        z = max(0, F̃v)/D,  v + F̃ᵀz = (0, …, 0, 1),  F̃ = (F, 1)
+
+    by Newton's method, whose steps are exact once it is known which weights are positive.
+
+    Args:
+        factor: F, of shape (n, r).
+        diagonal: D, positive.
+
+    Example:
+        >>> factor, diagonal = np.array([[1.0, 0.0], [0.5, 0.5], [-0.2, 0.9]]), np.full(3, 0.1)
+        >>> apart = simplex_minimum_low_rank(factor, diagonal) - simplex_minimum(factor @ factor.T + np.diag(diagonal))
+        >>> bool(np.abs(apart).max() < 1e-12)
+        True
+    """
+    rows, d = np.asarray(factor, dtype=np.float64), np.asarray(diagonal, dtype=np.float64)
+    scale = float(np.mean(np.square(rows).sum(1) + d))
+    if not scale > 0:
+        return np.full(len(d), 1 / len(d))
+    rows = np.column_stack([rows / math.sqrt(scale), np.ones(len(d))])
+    d = np.maximum(d / scale, 1e-12)
+    target = np.eye(rows.shape[1])[-1]
+
+    def value(v: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        positive = np.maximum(rows @ v, 0.0)
+        return float(v @ v + positive @ (positive / d)) / 2 - v[-1], positive
+
+    v = target / (1 + (1 / d).sum())  # as if only the last column counted
+    lowest, positive = value(v)
+    for _ in range(200):
+        gradient = v + rows.T @ (positive / d) - target
+        if np.abs(gradient).max() <= 1e-13:
+            break
+        on = positive > 0
+        hessian = np.eye(len(v)) + (rows[on].T / d[on]) @ rows[on]
+        step, length = np.linalg.solve(hessian, gradient), 1.0
+        falls = float(gradient @ step)
+        while True:
+            found, there = value(v - length * step)
+            if found <= lowest - 1e-4 * length * falls or length < 1e-6:
+                break
+            length /= 2
+        if length < 1e-6:  # rounding is all that is left
+            break
+        v, lowest, positive = v - length * step, found, there
+    z = positive / d
     return np.asarray(z / z.sum())
 
 

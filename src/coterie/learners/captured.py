@@ -235,7 +235,11 @@ class Captured:
 
     def _take(self, n: int) -> bool:
         """Take n steps, on a GPU by the graph once it is captured; say whether they were taken."""
-        alone = n if self.device.type != "cuda" else min(n, max(0, WARM_UP - self._warm))
+        alone = n
+        if (
+            self.device.type == "cuda"
+        ):  # the first step of other work makes what the graph is to find
+            alone = min(n, max(int(not self._is_captured()), WARM_UP - self._warm))
         for taken in range(alone):
             self._step(taken)
         self._warm += alone
@@ -249,10 +253,9 @@ class Captured:
 
     def _capture(self) -> bool:
         """Capture the step, where that has not been done yet, and say whether it could be."""
-        now = [table.signature() for table in self.tables]
-        if self._graph is not None and self._captured_with == now:
+        if self._is_captured():
             return True
-        self._graph = None
+        self._graph, now = None, [table.signature() for table in self.tables]
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -265,6 +268,11 @@ class Captured:
             return False
         self._graph, self._captured_with = graph, now
         return True
+
+    def _is_captured(self) -> bool:
+        """Say whether the graph is that of the next steps' work."""
+        now = [table.signature() for table in self.tables]
+        return self._graph is not None and self._captured_with == now
 
     def _step(self, taken: int) -> None:
         """Take one step of every learner, the shadow's on a stream beside the first."""

@@ -95,8 +95,10 @@ class Stack:
     def schedule(self) -> None:
         """Let the schedules of step sizes go on."""
         with blaming("the scheduler"):
-            for _, scheduler in self._steps:
+            for optimizer, scheduler in self._steps:
                 if scheduler is not None:
+                    # another steps in its place, or schedules run ahead of a block of steps
+                    optimizer._opt_called = True  # type: ignore[attr-defined]
                     scheduler.step()
 
     def rates(self) -> list[float]:
@@ -245,9 +247,8 @@ def _step(joint: Optimizer, members: Sequence[Optimizer]) -> None:
         group.update(now)  # a schedule may change more than step sizes
     known = len(joint.state)
     joint.step()
-    for each in members:
-        each._opt_called = True  # type: ignore[attr-defined]  # which its scheduler asks for
-        if len(joint.state) > known:  # what is remembered was made in this step
+    if len(joint.state) > known:  # what is remembered was made in this step
+        for each in members:
             each.state.update({p: joint.state[p] for p in _parameters(each) if p in joint.state})
 
 

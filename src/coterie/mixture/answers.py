@@ -3,9 +3,11 @@
 Its own posterior under each prior, or the gradient of its loss there. User 0 needs only sums.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,9 +16,9 @@ from coterie.mixture.posterior import (
     Priors,
     Rows,
     back_to_parameters,
-    most_probable,
     outputs_of,
-    posterior_variance,
+    posterior,
+    targets_of,
 )
 from coterie.mixture.scaling import Scaling
 
@@ -33,6 +35,10 @@ MOST = 100.0
 """What a mean loss, and a number of its gradient or of its curvature, count as at most."""
 MAX_PRIORS = 32
 """Under how many priors a peer answers at once."""
+STACKED = 2**20
+"""How many numbers a stack of users' rows holds at most, if it is not one user's."""
+FEW_ROWS = 16
+"""Users of so few rows share a stack, however many each has."""
 TOLD = {"gradient": 1, "curvature": 1, "posterior": 2}
 """What a peer can be asked for, and as how many gradients it counts: a posterior is a mode and a width."""
 
@@ -107,8 +113,8 @@ class EStep:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of an answer: a row for each prior."""
-        p = len(self.priors.noise)
-        return p, sum(int(np.prod(self._shape(name))) for name in self._names()) // p
+        d, p, k = self.priors.mean.shape
+        return p, sum(1 if name in _NUMBERS else d * k for name in self._names)
 
     def wrong(self) -> str | None:
         """Return what is wrong with the question, whoever made it, if anything is."""
@@ -133,6 +139,10 @@ class EStep:
             return "it knows no such family, or nothing of the kind to tell"
         return None
 
+    def about(self) -> Hashable:
+        """Return what must be the same for rows to be in the same units."""
+        return self.family, *(each.tobytes() for each in self.scaling[:4])
+
     def rows(self, inputs: Array, targets: Array) -> Rows:
         """Return a peer's rows in user 0's units, without values beyond all that user 0 knows.
 
@@ -149,82 +159,157 @@ class EStep:
             norm: what its gradient is clipped to. Where it is infinite, nothing but a posterior has
                 a bound: under masks a gradient that is cut would tell of this peer alone.
         """
+        said = None if size is None else np.array([size])
+        answers: Array = self.answers(StackedUsers.of([rows]), said, norm)[0]
+        return answers
+
+    def answers(
+        self, users: "StackedUsers", sizes: Array | None = None, norm: float | None = None
+    ) -> Array:
+        """Return what each of several peers tells, (S, P, size); see `answer`."""
         family, priors = FAMILIES[self.family], self.priors
-        told = _told(rows, family, priors, set(self.told.split()))
+        told = _told(users, family, priors, set(self.told.split()))
         if norm is not None and norm < np.inf and "gradient" in told:
-            length = np.sqrt(np.square(told["gradient"]).sum((0, 2)))[:, None]
+            length = np.sqrt(np.square(told["gradient"]).sum((2, 3), keepdims=True))
             told["gradient"] = told["gradient"] * (norm / np.maximum(length, norm))
-        share = min(1.0, (len(rows.inputs) if size is None else size) / self.examples)
-        numbers, of_share = self._flat(told) / self._bounds(), self._of_share()
-        kept = np.where(of_share, np.inf if norm == np.inf else 1.0, 1.0)
+        share = np.minimum(1.0, (users.counts if sizes is None else sizes) / self.examples)
+        numbers = self._flat(told, len(users.counts)) / self._bounds
+        kept = np.where(self._of_share, np.inf if norm == np.inf else 1.0, 1.0)
         numbers = np.clip(numbers, -kept, kept)
-        numbers[:, of_share] *= share
+        numbers[..., self._of_share] *= share[:, None, None]
         return numbers
 
     def read(self, numbers: Array) -> Sums:
         """Return what an answer says, or a weighted sum of answers: (P, size)."""
-        d, p, k = self.priors.mean.shape
-        found = {name: np.zeros(self._shape(name)) for name in Sums._fields}
-        widths = [found[name].size // p for name in self._names()]
-        parts = np.split(numbers * self._bounds(), np.cumsum(widths)[:-1], 1)
-        for name, part in zip(self._names(), parts, strict=True):
-            wide = found[name].ndim > 1
-            found[name] = np.moveaxis(part.reshape(p, d, k), 0, 1) if wide else part[:, 0]
+        of_all, of_each = self.priors.noise, self.priors.mean
+        found = {
+            name: np.zeros_like(of_all if name in _NUMBERS else of_each) for name in Sums._fields
+        }
+        for name, part in self.parts(numbers).items():
+            found[name] = np.moveaxis(part, 0, 1) if part.ndim > 1 else part
         return Sums(**found)
 
+    def parts(self, numbers: Array) -> dict[str, Array]:
+        """Return the parts of answers (…, P, size) by name, each (…, P) or (…, P, D, K)."""
+        d, _, k = self.priors.mean.shape
+        ends = np.cumsum([1 if name in _NUMBERS else d * k for name in self._names])
+        cut = np.split(numbers * self._bounds, ends[:-1], -1)
+        return {
+            name: part[..., 0] if name in _NUMBERS else part.reshape(*part.shape[:-1], d, k)
+            for name, part in zip(self._names, cut, strict=True)
+        }
+
+    @cached_property
     def _names(self) -> list[str]:
-        """Return what a row is made of, in order."""
+        """What a row is made of, in order."""
         parts = [part for each in self.told.split() for part in _PARTS[each]]
         known = FAMILIES[self.family].is_squared
         return ["share", *(part for part in parts if known or part != "residual")]
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a part: one number for each prior, or for each parameter too."""
-        of_all, of_each = self.priors.noise, self.priors.mean
-        return tuple((of_all if name in _NUMBERS else of_each).shape)
+    def _flat(self, parts: Mapping[str, Array], users: int = 1) -> Array:
+        """Return a row for each user and prior, (S, P, size), of parts as `parts` has them."""
+        d, p, k = self.priors.mean.shape
+        wide = [
+            np.broadcast_to(
+                parts[name], (users, p) if name in _NUMBERS else (users, p, d, k)
+            ).reshape(users, p, -1)
+            for name in self._names
+        ]
+        return np.concatenate(wide, -1)
 
-    def _flat(self, parts: Mapping[str, Array]) -> Array:
-        """Return a row for each prior, (P, size)."""
-        p = len(self.priors.noise)
-        wide = [np.broadcast_to(parts[name], self._shape(name)) for name in self._names()]
-        return np.column_stack(
-            [(np.moveaxis(each, 1, 0) if each.ndim > 1 else each).reshape(p, -1) for each in wide]
-        )
-
+    @cached_property
     def _of_share(self) -> Array:
-        """Say which numbers of a row the share multiplies."""
+        """Which numbers of a row the share multiplies, (size,)."""
         said = {name: np.array(name not in _OF_USERS) for name in Sums._fields}
-        of_share: Array = self._flat(said)[0]
+        of_share: Array = self._flat(said)[0, 0]
         return of_share
 
+    @cached_property
     def _bounds(self) -> Array:
-        """Return what each number is at most, in the units of user 0, (P, size)."""
-        variance, noise = self.priors.variance, self.priors.noise
+        """What each number is at most, in the units of user 0, (P, size)."""
+        variance, noise = np.moveaxis(self.priors.variance, 1, 0), self.priors.noise
         bounds = dict.fromkeys(Sums._fields, np.array(MOST)) | {"share": np.array(1.0)}
         bounds |= {"residual": FARTHEST**2 * noise, "variance": variance}
         bounds |= {"first": FARTHEST * np.sqrt(variance), "second": FARTHEST**2 * variance}
-        return self._flat(bounds)
+        found: Array = self._flat(bounds)[0]
+        return found
 
 
-def _told(rows: Rows, family: Family, priors: Priors, wanted: set[str]) -> dict[str, Array]:
-    """Return what is wanted of a peer's rows, before it has a share or a bound."""
-    n, found = max(1, len(rows.inputs)), {"share": np.array(1.0)}
+class StackedUsers(NamedTuple):
+    """The rows of several users in one stack, short ones filled with rows of zeros.
+
+    Example:
+        >>> one, two = (Rows(np.ones((n, 1)), np.ones((n, 1))) for n in (1, 2))
+        >>> users = StackedUsers.of([one, two])
+        >>> users.rows.inputs.shape, users.there.tolist()
+        ((2, 2, 1), [[1.0, 0.0], [1.0, 1.0]])
+    """
+
+    rows: Rows  # (S, n, D) and (S, n, K)
+    there: Array  # (S, n): 1 where a row is no filling
+    counts: Array  # (S,)
+
+    @classmethod
+    def of(cls, users: Sequence[Rows]) -> "StackedUsers":
+        """Return the stack of some users' rows."""
+        counts = np.array([len(rows.inputs) for rows in users])
+        there = np.arange(max(1, counts.max())) < counts[:, None]
+        if len(users) == 1 and counts[0]:
+            return cls(Rows(*(each[None] for each in users[0])), there.astype(np.float64), counts)
+        stacks = [np.zeros((*there.shape, each.shape[1])) for each in users[0]]
+        for stack, each in zip(stacks, zip(*users, strict=True), strict=True):
+            stack[there] = np.concatenate(each)
+        return cls(Rows(*stacks), there.astype(np.float64), counts)
+
+    @classmethod
+    def by_size(cls, users: Sequence[Rows]) -> list[tuple[Array, "StackedUsers"]]:
+        """Return stacks of users who have about as many rows, each with the places of its users."""
+        stacks, counts = list[tuple[Array, StackedUsers]](), [len(rows.inputs) for rows in users]
+        order, begin = np.argsort(counts, kind="stable"), 0
+        width = sum(each.shape[1] for each in users[0]) if users else 1
+        for end in range(1, len(order) + 1):
+            most = counts[order[end]] if end < len(order) else math.inf
+            near = most <= max(FEW_ROWS, 1.25 * counts[order[begin]])
+            if near and (end + 1 - begin) * most * width <= STACKED:
+                continue
+            places = order[begin:end]
+            stacks.append((places, cls.of([users[place] for place in places])))
+            begin = end
+        return stacks
+
+
+def _told(
+    users: StackedUsers, family: Family, priors: Priors, wanted: set[str]
+) -> dict[str, Array]:
+    """Return what is wanted of users' rows, (S, P) or (S, P, D, K), before it has a share or a bound."""
+    rows, s, p = users.rows, len(users.counts), len(priors.noise)
+    mean, variance = (np.tile(each, (1, s, 1)) for each in priors[:2])
+    priors, there = Priors(mean, variance, np.tile(priors.noise, s)), np.repeat(users.there.T, p, 1)
+    targets, n = targets_of(rows, s * p), np.maximum(1, users.counts)[:, None]
+    found = {"share": np.array(1.0)}
+
+    def of_each(part: Array) -> Array:
+        each: Array = np.moveaxis(part, 0, 1) if part.ndim > 1 else part
+        return each.reshape(s, p, *each.shape[1:])
+
     if wanted & {"gradient", "curvature"}:
-        outputs, targets = outputs_of(rows.inputs, priors.mean), rows.targets[:, None]
-        predicted = family.predict(outputs)
-        found["gradient"] = back_to_parameters(rows.inputs, predicted - targets) / n
-        found["loss"] = family.losses(outputs, targets).sum(0) / n
-        found["curvature"] = (
-            back_to_parameters(np.square(rows.inputs), family.curvature(predicted)) / n
-        )
+        outputs = outputs_of(rows.inputs, mean)
+        predicted, over = family.predict(outputs), n[..., None, None]
+        # the filling's inputs are zero, so that it counts in losses alone
+        found["gradient"] = of_each(back_to_parameters(rows.inputs, predicted - targets)) / over
+        found["loss"] = of_each((family.losses(outputs, targets) * there).sum(0)) / n
+    if "curvature" in wanted:
+        curvature = back_to_parameters(np.square(rows.inputs), family.curvature(predicted))
+        found["curvature"] = of_each(curvature) / over
     if "posterior" in wanted:
-        at = most_probable(rows, family, priors, tolerance=TOLERANCE, iterations=ITERATIONS)
-        variance = posterior_variance(rows, family, priors, at)
+        how: dict[str, Any] = {"tolerance": TOLERANCE, "iterations": ITERATIONS}
+        at, width = posterior(rows, family, priors, there, **how)
         found["residual"] = np.array(0.0)
         if family.is_squared:
-            errors = np.square(rows.targets[:, None] - outputs_of(rows.inputs, at)).sum((0, 2))
-            widths = (np.square(rows.inputs).sum(0)[:, None, None] * variance).sum((0, 2))
-            found["residual"] = (errors + widths) / max(1, rows.targets.size)
-        first = at - priors.mean
-        found |= {"first": first, "second": np.square(first), "variance": variance}
+            errors = np.square((targets - outputs_of(rows.inputs, at)) * there[..., None])
+            squares = np.repeat(np.square(rows.inputs).sum(1), p, 0).T[..., None]  # (D, S P, 1)
+            whole = of_each(errors.sum((0, 2)) + (squares * width).sum((0, 2)))
+            found["residual"] = whole / (n * targets.shape[2])
+        first = of_each(at - mean)
+        found |= {"first": first, "second": np.square(first), "variance": of_each(width)}
     return found

@@ -15,6 +15,10 @@ STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
 INTERCEPT = 10.0
 """The variance of an intercept under the prior of Alone, where that of a coefficient is 1."""
 FOLDS = 4
+JUDGING = 10_000
+"""Of more own rows so many judge."""
+AT_ONCE = 4096
+"""How many rows are summed up at a time."""
 ALONE_KINDS = ("constant", "alone", "forest, alone")
 """The kinds that ask no peer."""
 
@@ -66,6 +70,70 @@ class Candidates:
         return self.parameters is not None
 
 
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """User 0's rows, in what a fit needs of them.
+
+    Of many rows a sample judges. For the squared loss they are then fitted as few: those of a fold
+    become as many rows as there are columns, with the same sums of squares and products.
+
+    Example:
+        >>> from coterie.mixture.families import SQUARED
+        >>> random = np.random.default_rng(0)
+        >>> rows = Rows(random.normal(size=(400, 3)), random.normal(size=(400, 1)))
+        >>> own = OwnRows.of(rows, SQUARED, 0, most=100)
+        >>> own.rows.inputs.shape, own.counts[0], own.judging.inputs.shape
+        ((16, 3), np.float64(400.0), (100, 3))
+        >>> bool(np.allclose(own.rows.inputs.T @ own.rows.targets, rows.inputs.T @ rows.targets))
+        True
+    """
+
+    rows: Rows  # what is fitted to
+    seen: Array  # (n, V): which of them each view sees: all, then all but each fold
+    counts: Array  # (V,): how many rows that stands for
+    guesses: Array  # (V, K): the outputs of the constant
+    judging: Rows  # what judges
+    folds: Array  # of those
+
+    @classmethod
+    def of(
+        cls, rows: Rows, family: Family, seed: int, *, most: int = JUDGING, whole: bool = False
+    ) -> "OwnRows":
+        """Return rows that are finite, in folds; all of them judge where that is asked for."""
+        n = len(rows.targets)
+        folds = folds_of(
+            rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=not family.is_squared
+        )
+        of_all = guesses(family, rows.targets, folds)
+        counts = n - np.append(0, np.bincount(folds)).astype(np.float64)
+        if whole or n <= most:
+            return cls(rows, _seen(folds), counts, of_all, rows, folds)
+        some = np.sort(np.random.default_rng(seed).permutation(n)[:most])
+        judging, judges = Rows(*(each[some] for each in rows)), folds[some]
+        if family.is_squared:
+            each = [summed(rows, folds == q) for q in range(int(folds.max()) + 1)]
+            folds = np.repeat(np.arange(len(each)), [len(one.targets) for one in each])
+            rows = Rows(*(np.concatenate(part) for part in zip(*each, strict=True)))
+        return cls(rows, _seen(folds), counts, of_all, judging, judges)
+
+
+def _seen(folds: Array) -> Array:
+    """Return which rows each view sees, (n, V)."""
+    return np.column_stack(
+        [np.ones(len(folds)), *(folds != q for q in range(int(folds.max()) + 1))]
+    )
+
+
+def summed(rows: Rows, which: Array) -> Rows:
+    """Return few rows with the sums of squares and products of those that are asked for."""
+    width, left = rows.inputs.shape[1], np.flatnonzero(which)
+    both = np.zeros((0, width + rows.targets.shape[1]))
+    for some in np.array_split(left, max(1, len(left) // AT_ONCE)):
+        more = np.concatenate([rows.inputs[some], rows.targets[some]], 1)
+        both = np.asarray(np.linalg.qr(np.concatenate([both, more]), mode="r"))
+    return Rows(both[:, :width], both[:, width:])
+
+
 def folds_of(targets: Array, count: int, seed: int, *, classes: bool) -> Array:
     """Return the fold of each row; rows of a class are dealt out over all folds.
 
@@ -98,22 +166,20 @@ def flat_prior(columns: int, outputs: int, *, intercept: bool) -> Array:
 
 
 def paths(
-    rows: Rows, family: Family, priors: dict[str, Priors], folds: Array, scaling: Scaling
+    own: OwnRows, family: Family, priors: dict[str, Priors], scaling: Scaling
 ) -> list[Candidates]:
     """Return the candidates of several kinds, one for each strength.
 
     User 0's modes under N(mean, s v).
 
     Args:
-        rows: the own rows, scaled.
+        own: the own rows, scaled.
         family: of the loss.
         priors: of each kind: the first for all rows, the others each without a fold; or one for
             all.
-        folds: of each row.
         scaling: between the caller's units and those of rows and priors.
     """
-    views, j = int(folds.max()) + 2, len(STRENGTHS)
-    seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])
+    views, j = own.seen.shape[1], len(STRENGTHS)
     every = [Priors(*(_spread(each, views) for each in one)) for one in priors.values()]
     mean, variance = (np.concatenate([one[i] for one in every], 1) for i in (0, 1))
     noise = np.concatenate([one.noise for one in every])
@@ -123,38 +189,38 @@ def paths(
         (variance[:, :, None] * STRENGTHS[:, None]).reshape(d, -1, k),
         np.repeat(noise, j),
     )
-    found = most_probable(
-        rows, family, many, np.tile(np.repeat(seen, j, 1), (1, len(priors))), tolerance=1e-3
-    )
+    seen = np.tile(np.repeat(own.seen, j, 1), (1, len(priors)))
+    found = most_probable(own.rows, family, many, seen, tolerance=1e-3)
     by_kind = found.reshape(d, len(priors), views, j, k)
     return [
-        judged(kind, rows, by_kind[:, i], folds, scaling, alone=kind == "alone")
+        judged(kind, own, by_kind[:, i], scaling, alone=kind == "alone")
         for i, kind in enumerate(priors)
     ]
 
 
 def judged(
-    kind: str, rows: Rows, found: Array, folds: Array, scaling: Scaling, *, alone: bool = False
+    kind: str, own: OwnRows, found: Array, scaling: Scaling, *, alone: bool = False
 ) -> Candidates:
     """Return J candidates from models of all own rows and without each fold, (D, V, J, K)."""
-    d, v, j, k = found.shape
-    outputs = outputs_of(rows.inputs, found.reshape(d, v * j, k)).reshape(-1, v, j, k)
-    blind = outputs[np.arange(len(folds)), folds + 1]
+    blind = np.empty((len(own.folds), *found.shape[2:]))
+    for fold in range(found.shape[1] - 1):
+        which = own.folds == fold
+        blind[which] = outputs_of(own.judging.inputs[which], found[:, fold + 1])
     return Candidates(kind, scaling.outputs(blind), scaling.back(found[:, 0]), alone=alone)
 
 
-def constant(rows: Rows, family: Family, folds: Array, scaling: Scaling) -> Candidates:
+def constant(own: OwnRows, scaling: Scaling) -> Candidates:
     """Return the constant.
 
     The mean of the targets, of classes their shares with one example more of all.
     """
-    outputs = guesses(family, rows.targets, folds)
-    parameters = np.zeros((rows.inputs.shape[1], 1, rows.targets.shape[1]))
+    outputs = own.guesses
+    parameters = np.zeros((own.rows.inputs.shape[1], 1, outputs.shape[1]))
     if scaling.intercept:
         parameters[-1, 0] = outputs[0]
     else:
         outputs = np.zeros_like(outputs)
-    blind = outputs[folds + 1][:, None]
+    blind = outputs[own.folds + 1][:, None]
     return Candidates("constant", scaling.outputs(blind), scaling.back(parameters), alone=True)
 
 
@@ -166,9 +232,7 @@ def guesses(family: Family, targets: Array, folds: Array) -> Array:
         >>> guesses(SQUARED, np.array([[1.0], [3.0]]), np.array([0, 1])).ravel().tolist()
         [2.0, 3.0, 1.0]
     """
-    seen = np.column_stack(
-        [np.ones(len(folds)), *(folds != q for q in range(int(folds.max()) + 1))]
-    )
+    seen = _seen(folds)
     total, n = seen.T @ targets, seen.sum(0)[:, None]
     even = {"softmax": 1 / targets.shape[1], "logistic": 0.5}.get(family.name)
     return family.link(total / np.maximum(n, 1) if even is None else (total + even) / (n + 1))

@@ -6,20 +6,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.mixture.answers import EStep
+from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.candidates import (
-    FOLDS,
     Candidates,
+    OwnRows,
     constant,
     flat_prior,
-    folds_of,
     judged,
     paths,
 )
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import MixtureEntry, mix, told
+from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
+from coterie.mixture.prior import Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
@@ -35,7 +34,6 @@ class Fitted:
     entries: Mapping[str, MixtureEntry]  # of each kind of candidates
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
-    exchanges: int
     # the mixture is clearly worse than a constant on the own rows: that is served
     is_constant: bool = False
 
@@ -63,7 +61,8 @@ def fit(
     Yield what the peers are asked, be sent what they answer, return what was found.
 
     Args:
-        rows: user 0's, scaled; a row that holds a number that is not finite does not count.
+        rows: user 0's, scaled; a row that holds a number that is not finite does not count. Of more
+            than 10,000 a sample of as many judges candidates; all are fitted to.
         family: of the loss.
         scaling: between the caller's units and these.
         peers: how many there are; nobody is asked where there is none.
@@ -75,18 +74,13 @@ def fit(
         single: serve the best candidate in the place of the mixture.
         linear: whether there are linear candidates; beside the constant, which there always is.
     """
-    rows, held_out = rows.finite(), None if held_out is None else held_out.finite()
-    n, d, k = len(rows.inputs), rows.inputs.shape[1], rows.targets.shape[1]
-    folds = folds_of(
-        rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=family.name != "squared"
-    )
-    views = int(folds.max()) + 2
-    seen = np.column_stack([np.ones(n), *(folds != q for q in range(views - 1))])
-    flat, exchanges, found = flat_prior(d, k, intercept=scaling.intercept), 0, None
+    held_out = None if held_out is None else held_out.finite()
+    own = OwnRows.of(rows.finite(), family, seed, whole=others is not None)
+    d, k, views = own.rows.inputs.shape[1], own.rows.targets.shape[1], own.seen.shape[1]
+    flat, found = flat_prior(d, k, intercept=scaling.intercept), None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
     if linear and peers:
-        asking = find_priors(rows, family, seen, peers, intercept=scaling.intercept)
-        found, exchanges = yield from _counted(asking)
+        found = yield from find_priors(own, family, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
         common = np.where(flat > 1, flat, COMMON)
@@ -97,12 +91,12 @@ def fit(
         }
         if len(chosen.noise):
             priors["hierarchical, chosen peers"] = chosen
-    candidates = [constant(rows, family, folds, scaling)]
+    candidates = [constant(own, scaling)]
     if found is not None:
         pooled = np.broadcast_to(found.pooled[:, None], (d, views, 1, k))
         together = {"pooled": pooled, "pooled, user as a column": found.joint}
-        candidates += [judged(kind, rows, of, folds, scaling) for kind, of in together.items()]
-    candidates += paths(rows, family, priors, folds, scaling) if linear else ()
+        candidates += [judged(kind, own, of, scaling) for kind, of in together.items()]
+    candidates += paths(own, family, priors, scaling) if linear else ()
     validated = None
     if held_out is not None:
         inputs, validated = scaling.unscaled(held_out)
@@ -111,13 +105,13 @@ def fit(
             for one in candidates
             if one.parameters is not None
         ]
-    candidates += others(folds) if others else ()
-    targets = scaling.outputs(rows.targets)
+    candidates += others(own.folds) if others else ()
+    targets = scaling.outputs(own.judging.targets)
     served, by_alone, entries = mix(
-        family, targets, folds, candidates, held_out=validated, single=single
+        family, targets, own.folds, candidates, held_out=validated, single=single
     )
     guess = entries["constant"]
-    is_constant = clearly_more(served.losses - guess.losses, views - 1)
+    is_constant = bool(served.losses.mean() > guess.losses.mean())
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
         guess if is_constant else served,
@@ -125,28 +119,8 @@ def fit(
         entries,
         tau,
         views - 1,
-        exchanges,
         is_constant=is_constant,
     )
-
-
-def _counted(
-    asking: Generator[PriorQuestion, PriorAnswer, Found],
-) -> Generator[PriorQuestion, PriorAnswer, tuple[Found, int]]:
-    """Pass questions and answers on, and count them."""
-    count, question = 0, next(asking)
-    while True:
-        answer = yield question
-        count += 1
-        try:
-            question = asking.send(answer)
-        except StopIteration as end:
-            return end.value, count
-
-
-def clearly_more(differences: Array, folds: int = FOLDS) -> bool:
-    """Say whether differences are above 0 in the mean, by the interval that is told."""
-    return told(differences, folds).low > 0
 
 
 Ask = Callable[[PriorQuestion], PriorAnswer]
@@ -164,13 +138,16 @@ def driven(asking: Generator[PriorQuestion, PriorAnswer, T], ask: Ask) -> T:
 
 
 def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
-    """Return what asks peers whose scaled rows are at hand, one after the other."""
+    """Return what asks peers whose scaled rows are at hand."""
     heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
+    stacks = StackedUsers.by_size([rows.finite() for rows in peers])
 
     def ask(question: PriorQuestion) -> PriorAnswer:
         scaling = Scaling.none(question.priors.mean.shape[0], question.priors.mean.shape[2])
         asked = EStep(family.name, scaling, question.priors, question.told, max(1.0, examples))
-        numbers = np.array([asked.answer(rows.finite()) for rows in peers])
+        numbers = np.empty((len(peers), *asked.shape))
+        for places, users in stacks:
+            numbers[places] = asked.answers(users)
         return heard.answer(question, asked, numbers)
 
     return ask

@@ -1,6 +1,6 @@
 """The most probable parameters of a linear model under normal priors, many priors at once."""
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,11 @@ Pair: TypeAlias = tuple[Array, Array, Array]
 
 
 class Rows(NamedTuple):
-    """A user's examples: inputs (n, D), with a column of ones where there is an intercept, and targets (n, K)."""
+    """A user's examples: inputs (n, D), with a column of ones where there is an intercept, and targets (n, K).
+
+    Or a stack of S users', (S, n, D) and (S, n, K). Of B models each user then has B/S, one user's
+    after the other's.
+    """
 
     inputs: Array
     targets: Array
@@ -50,13 +54,36 @@ class Priors(NamedTuple):
 def outputs_of(inputs: Array, parameters: Array) -> Array:
     """Return the outputs of B models, (n, B, K)."""
     d, b, k = parameters.shape
-    return (inputs @ parameters.reshape(d, b * k)).reshape(-1, b, k)
+    if inputs.ndim == 2:
+        return (inputs @ parameters.reshape(d, b * k)).reshape(-1, b, k)
+    s, n, _ = inputs.shape
+    outputs = inputs @ parameters.reshape(d, s, -1).swapaxes(0, 1)
+    return outputs.swapaxes(0, 1).reshape(n, b, k)
 
 
 def back_to_parameters(inputs: Array, outputs: Array) -> Array:
     """Return the transposed product, (D, B, K)."""
     n, b, k = outputs.shape
-    return (inputs.T @ outputs.reshape(n, b * k)).reshape(-1, b, k)
+    if inputs.ndim == 2:
+        return (inputs.T @ outputs.reshape(n, b * k)).reshape(-1, b, k)
+    s, _, d = inputs.shape
+    slopes = inputs.swapaxes(1, 2) @ outputs.reshape(n, s, -1).swapaxes(0, 1)
+    return slopes.swapaxes(0, 1).reshape(d, b, k)
+
+
+def targets_of(rows: Rows, models: int) -> Array:
+    """Return the targets of B models, (n, B, K), or (n, 1, K) where all have the same."""
+    if rows.targets.ndim == 2:
+        return rows.targets[:, None]
+    return np.repeat(rows.targets.swapaxes(0, 1), models // len(rows.targets), 1)
+
+
+def _inputs_of(rows: Rows, models: int) -> Array:
+    """Return the inputs of B models, (B, 1, n, D), or (1, 1, n, D) where all have the same."""
+    if rows.inputs.ndim == 2:
+        return rows.inputs[None, None]
+    each: Array = np.repeat(rows.inputs, models // len(rows.inputs), 0)
+    return each[:, None]
 
 
 def most_probable(
@@ -85,24 +112,27 @@ def most_probable(
         >>> most_probable(rows, SQUARED, Priors(np.zeros((1, 1, 1)), np.ones((1, 1, 1)), np.ones(1))).item()
         3.0
     """
-    weights = (np.ones((len(rows.inputs), 1)) if seen is None else seen) / priors.noise
-    weights = np.broadcast_to(weights, (len(rows.inputs), len(priors.noise)))
+    n = rows.inputs.shape[-2]
+    weights = (np.ones((n, 1)) if seen is None else seen) / priors.noise
+    weights = np.broadcast_to(weights, (n, len(priors.noise)))
     if family.is_squared:
         return _solve(rows, priors, weights)[0]
     return _minimise(rows, family, priors, weights, tolerance=tolerance, iterations=iterations)
 
 
-def posterior_variance(rows: Rows, family: Family, priors: Priors, at: Array) -> Array:
-    """Return the variances of the posteriors at their modes.
+def posterior(
+    rows: Rows, family: Family, priors: Priors, seen: Array, *, tolerance: float, iterations: int
+) -> tuple[Array, Array]:
+    """Return the modes, as `most_probable`, and the variances of the posteriors there.
 
     For classes Laplace's, each number for itself.
     """
     if family.is_squared:
-        return _solve(
-            rows, priors, np.broadcast_to(1 / priors.noise, (len(rows.inputs), len(priors.noise)))
-        )[1]
-    curvature = family.curvature(family.predict(outputs_of(rows.inputs, at)))
-    return 1 / (back_to_parameters(np.square(rows.inputs), curvature) + 1 / priors.variance)
+        return _solve(rows, priors, seen / priors.noise)
+    how: dict[str, Any] = {"tolerance": tolerance, "iterations": iterations}
+    at = most_probable(rows, family, priors, seen, **how)
+    curvature = family.curvature(family.predict(outputs_of(rows.inputs, at))) * seen[..., None]
+    return at, 1 / (back_to_parameters(np.square(rows.inputs), curvature) + 1 / priors.variance)
 
 
 def _solve(rows: Rows, priors: Priors, weights: Array) -> tuple[Array, Array]:
@@ -110,14 +140,12 @@ def _solve(rows: Rows, priors: Priors, weights: Array) -> tuple[Array, Array]:
 
     Of D columns or of n rows.
     """
-    n, d = rows.inputs.shape
+    n, d = rows.inputs.shape[-2:]
     root = np.sqrt(weights.T)[:, None, :, None]  # (B, 1, n, 1)
     scale = np.sqrt(np.moveaxis(priors.variance, 0, 2))[:, :, None, :]  # (B, K, 1, D)
-    z = rows.inputs * root * scale  # (B, K, n, D), in units of the prior
-    errors = (
-        np.moveaxis(rows.targets[:, None] - outputs_of(rows.inputs, priors.mean), 0, 2)[..., None]
-        * root
-    )
+    z = _inputs_of(rows, len(weights.T)) * root * scale  # (B, K, n, D), in units of the prior
+    away = targets_of(rows, len(weights.T)) - outputs_of(rows.inputs, priors.mean)
+    errors = np.moveaxis(away, 0, 2)[..., None] * root
     zt = z.swapaxes(-1, -2)
     if d <= n:
         inverse = np.linalg.inv(zt @ z + np.eye(d))  # eigenvalues are 1 or more
@@ -139,7 +167,12 @@ def _minimise(
     """
     result = np.array(priors.mean)
     left = np.arange(result.shape[1])  # the problems that go on
-    mean, root, targets = priors.mean, np.sqrt(priors.variance), rows.targets[:, None]
+    mean, root, targets = (
+        priors.mean,
+        np.sqrt(priors.variance),
+        targets_of(rows, result.shape[1]),
+    )
+    together = rows.inputs.ndim > 2  # then those that are done stand still
     z = np.zeros_like(mean)
 
     def value(z: Array) -> tuple[Array, Array]:
@@ -158,13 +191,14 @@ def _minimise(
             result[:, left] = mean + root * z
             if not going.any():
                 return result
+        if not going.all() and not together:
             left, f, gamma, weights = left[going], f[going], gamma[going], weights[:, going]
             mean, root, z, g = (each[:, going] for each in (mean, root, z, g))
             start = start[going]
             history = [(s[:, going], y[:, going], rho[going]) for s, y, rho in history]
         direction = two_loops(g, history, gamma[:, None, None, None] * start)
         downhill = _dot(g, direction)
-        length = np.ones(len(left))
+        length = np.ones(len(left)) if not together else going.astype(np.float64)
         for _ in range(30):
             moved = z - length[:, None] * direction
             f_new, g_new = value(moved)
@@ -204,10 +238,10 @@ def _start(rows: Rows, family: Family, mean: Array, root: Array, weights: Array)
     curvature = np.transpose(
         family.curvature(family.predict(outputs_of(rows.inputs, mean))), (1, 2, 0)
     )
-    weighed = rows.inputs * np.sqrt(curvature * weights.T[:, None])[..., None]  # (B, K, n, D)
+    weighed = _inputs_of(rows, len(weights.T)) * np.sqrt(curvature * weights.T[:, None])[..., None]
     weighed *= np.transpose(root, (1, 2, 0))[:, :, None]
     inverse: Array
-    if (d := rows.inputs.shape[1]) > MOST_COLUMNS:
+    if (d := rows.inputs.shape[-1]) > MOST_COLUMNS:
         inverse = 1 / (1 + np.square(weighed).sum(2, keepdims=True))
     else:
         hessian = weighed.swapaxes(2, 3) @ weighed

@@ -12,14 +12,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from coterie.mixture.answers import FARTHEST, EStep, Sums
-from coterie.mixture.candidates import INTERCEPT
+from coterie.mixture.candidates import INTERCEPT, OwnRows
 from coterie.mixture.families import Array, Family
 from coterie.mixture.peer_weights import NearestMixture
 from coterie.mixture.posterior import (
     MEMORY,
     Pair,
     Priors,
-    Rows,
     back_to_parameters,
     outputs_of,
     two_loops,
@@ -85,40 +84,34 @@ class Heard:
     """
 
     def __init__(self) -> None:
-        self._modes: dict[int, Sums] = {}  # the last posterior of each peer, `first` being its mode
+        # what each peer last told of its posterior, and the question that it answered
+        self._last: dict[int, tuple[EStep, Array]] = {}
 
     def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
         """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
-        there = np.isfinite(numbers).all((1, 2))
-        told = {k: asked.read(np.clip(numbers[k], -1, 1)) for k in np.flatnonzero(there).tolist()}
-        gradients = np.full((len(numbers), question.priors.mean[:, 0].size), np.nan)
+        there = np.asarray(np.isfinite(numbers).all((1, 2)))
+        given = np.where(there[:, None, None], np.clip(numbers, -1, 1), 0.0)
+        weights, gradients = question.weights * there, None
+        sums, answered = asked.read(np.einsum("pk,kps->ps", weights, given)), weights.sum(1)
         if question.told == "posterior":
-            mean = question.priors.mean
-            before = {k: self._again(one, question.priors) for k, one in self._modes.items()}
-            self._modes |= {k: one._replace(first=one.first + mean) for k, one in told.items()}
-            told = before | told
+            for k in self._last.keys() - set(np.flatnonzero(there).tolist()):
+                again, weight = self._again(k, question.priors), question.weights[:, k]
+                answered += weight
+                more = (each * (weight[:, None] if each.ndim > 1 else weight) for each in again)
+                sums = Sums(*(a + b for a, b in zip(sums, more, strict=True)))
+            self._last |= {k: (asked, given[k]) for k in np.flatnonzero(there).tolist()}
         elif "gradient" in question.told:
-            for k, one in told.items():
-                gradients[k] = one.gradient[:, 0].ravel() / np.maximum(one.share[0], 1e-12)
-        sums = Sums(*(np.zeros_like(each) for each in asked.read(np.zeros(asked.shape))))
-        answered = np.zeros(len(question.weights))
-        for k, one in told.items():
-            weight = question.weights[:, k]
-            answered += weight
-            columns = weight[:, None]
-            sums = Sums(
-                *(
-                    a + b * (columns if b.ndim > 1 else weight)
-                    for a, b in zip(sums, one, strict=True)
-                )
-            )
+            parts = asked.parts(given)
+            shares = np.maximum(parts["share"][:, :1], 1e-12)
+            gradients = parts["gradient"][:, 0].reshape(len(given), -1) / shares
+            gradients[~there] = np.nan
         return PriorAnswer(sums, answered, gradients, question.own)
 
-    @staticmethod
-    def _again(last: Sums, priors: Priors) -> Sums:
+    def _again(self, peer: int, priors: Priors) -> Sums:
         """Return what a peer last told, as if it had told it under these priors."""
-        most = FARTHEST * np.sqrt(priors.variance)
-        first = np.clip(last.first - priors.mean, -most, most)
+        asked, numbers = self._last[peer]
+        last, most = asked.read(numbers), FARTHEST * np.sqrt(priors.variance)
+        first = np.clip(last.first + asked.priors.mean - priors.mean, -most, most)
         variance = np.minimum(last.variance, priors.variance)
         return last._replace(first=first, second=np.square(first), variance=variance)
 
@@ -136,27 +129,24 @@ class Found(NamedTuple):
 Asking = Generator[PriorQuestion, PriorAnswer, Found]
 
 
-def find_priors(
-    rows: Rows, family: Family, seen: Array, peers: int, *, intercept: bool = True
-) -> Asking:
+def find_priors(own: OwnRows, family: Family, peers: int, *, intercept: bool = True) -> Asking:
     """Find the pooled model, whom to listen to, and V + 1 priors.
 
     With few peers, or where only sums come and no peer's own gradient, nobody is chosen: there is
     one prior, from everybody, and τ is equal.
 
     Args:
-        rows: user 0's; they judge the peers and nothing else.
+        own: user 0's rows; they judge the peers and nothing else.
         family: of the loss.
-        seen: the rows that judge in each view, (n, V).
         peers: how many there are, N.
         intercept: whether the last column is one.
     """
-    units = Units.of(rows.inputs)
-    judged, alike = NearestMixture(seen.shape[1], peers), np.full((1, peers), 1 / peers)
-    pooled = yield from _pooled(rows, family, seen, judged, units=units)
-    joint = yield from _joint(rows, family, seen, alike, pooled, units=units, intercept=intercept)
+    units, views = Units.of(own.rows.inputs, own.counts[0]), own.seen.shape[1]
+    judged, alike = NearestMixture(views, peers), np.full((1, peers), 1 / peers)
+    pooled = yield from _pooled(own, family, judged, units=units)
+    joint = yield from _joint(own, family, alike, pooled, units=units, intercept=intercept)
     chosen = peers >= FEWEST_PEERS and judged.has_looked
-    tau = judged.weights() if chosen else np.repeat(alike, seen.shape[1], 0)
+    tau = judged.weights() if chosen else np.repeat(alike, views, 0)
     weights = np.concatenate([alike, tau]) if chosen else alike
     shape = (len(pooled), len(weights), pooled.shape[2])
     priors = Priors(np.broadcast_to(pooled, shape), np.full(shape, START), np.ones(len(weights)))
@@ -180,9 +170,9 @@ class Units(NamedTuple):
     moments: Array  # (D,): of the rows in each of its directions
 
     @classmethod
-    def of(cls, inputs: Array) -> "Units":
-        """Return the directions of the second moments, which few rows know little of."""
-        n, d = inputs.shape
+    def of(cls, inputs: Array, n: float) -> "Units":
+        """Return the directions of the second moments of n rows, which few rows know little of."""
+        d = inputs.shape[1]
         moments = inputs.T @ inputs / max(1, n)
         own, size = n / (n + d), np.diag(moments)
         # what is constant here may not be so at peers
@@ -232,15 +222,15 @@ def _descend(
 
 
 def _pooled(
-    rows: Rows, family: Family, seen: Array, judged: NearestMixture, *, units: Units
+    own: OwnRows, family: Family, judged: NearestMixture, *, units: Units
 ) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Find the model of all peers' rows; on the way user 0's rows judge them."""
-    d, v, k = rows.inputs.shape[1], seen.shape[1], rows.targets.shape[1]
+    d, v, k = own.rows.inputs.shape[1], own.seen.shape[1], own.rows.targets.shape[1]
 
     def told(x: Array) -> Told:
-        own = gradients_of(rows, family, np.broadcast_to(x, (d, v, k)), seen)
+        ours = gradients_of(own, family, np.broadcast_to(x, (d, v, k)))
         priors = Priors(x, np.ones(x.shape), np.ones(1))
-        flat = np.moveaxis(own, 1, 0).reshape(v, -1)
+        flat = np.moveaxis(ours, 1, 0).reshape(v, -1)
         answer = yield PriorQuestion(priors, judged.alike, flat, "gradient")
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
@@ -253,9 +243,8 @@ def _pooled(
 
 
 def _joint(
-    rows: Rows,
+    own: OwnRows,
     family: Family,
-    seen: Array,
     weights: Array,
     pooled: Array,
     *,
@@ -267,10 +256,10 @@ def _joint(
     The peers' mean loss counts as much as so many times the own rows, for each of `TIMES`. All
     views are asked for at once: (D, V, J, K).
     """
-    (d, _, k), v, j = pooled.shape, seen.shape[1], len(TIMES)
-    seen, times = np.repeat(seen, j, 1), np.tile(TIMES, v)
-    inputs = np.column_stack([rows.inputs, np.full(len(rows.inputs), float(intercept))])
-    n = np.maximum(seen.sum(0), 1)
+    (d, _, k), v, j, rows = pooled.shape, own.seen.shape[1], len(TIMES), own.rows
+    seen, times = np.repeat(own.seen, j, 1), np.tile(TIMES, v)
+    inputs = np.column_stack([rows.inputs, intercept * rows.inputs[:, -1]])
+    n = np.repeat(np.maximum(own.counts, 1), j)
     ridge = np.full((d + 1, v * j, 1), RIDGE) * (1 + times[:, None])
     ridge[-1] = 1 / (INTERCEPT * n[:, None])
 
@@ -279,12 +268,12 @@ def _joint(
         asked = PriorQuestion(priors, np.repeat(weights, v * j, 0), None, "gradient")
         theirs, gradient, heard = _means((yield asked))
         outputs, targets = outputs_of(inputs, x), rows.targets[:, None]
-        own = (family.losses(outputs, targets) * seen).sum(0) / n
+        ours = (family.losses(outputs, targets) * seen).sum(0) / n
         slope = back_to_parameters(
             inputs, (family.predict(outputs) - targets) * (seen / n)[..., None]
         )
         slope[:d] += times[:, None] * gradient
-        loss = own + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2
+        loss = ours + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2
         return loss, slope + ridge * x, heard
 
     curvature = family.curvature(family.predict(outputs_of(rows.inputs, pooled))).mean((0, 1))
@@ -308,10 +297,12 @@ def _means(answer: PriorAnswer) -> tuple[Array, Array, Array]:
     return loss, answer.sums.gradient / whole[:, None], share
 
 
-def gradients_of(rows: Rows, family: Family, at: Array, seen: Array) -> Array:
-    """Return the gradients of user 0's mean loss on the rows that are seen at each point, (D, V, K)."""
-    slope = (family.predict(outputs_of(rows.inputs, at)) - rows.targets[:, None]) * seen[..., None]
-    mean: Array = back_to_parameters(rows.inputs, slope) / np.maximum(seen.sum(0), 1)[:, None]
+def gradients_of(own: OwnRows, family: Family, at: Array) -> Array:
+    """Return the gradients of user 0's mean loss on the rows that each view sees at each point, (D, V, K)."""
+    rows = own.rows
+    slope = family.predict(outputs_of(rows.inputs, at)) - rows.targets[:, None]
+    whole = back_to_parameters(rows.inputs, slope * own.seen[..., None])
+    mean: Array = whole / np.maximum(own.counts, 1)[:, None]
     return mean
 
 

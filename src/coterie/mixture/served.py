@@ -38,7 +38,8 @@ class Constant(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """Return the outputs for a batch of inputs."""
         rows = (each for each in (*inputs, *named.values()) if isinstance(each, Tensor))
-        return self.outputs.expand(len(next(rows)), -1)
+        # a copy: what `expand` gives of a parameter asks for gradients where nothing should
+        return self.outputs.expand(len(next(rows)), -1).clone()
 
 
 class MixedPredictions(nn.Module):

@@ -5,6 +5,7 @@ import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -62,6 +63,27 @@ def numbers_of(own_loss: float, weight: float, validation: float | None) -> str:
     shown += [f"peers' weight {weight:.2f}"] * (not math.isnan(weight))
     shown += [] if validation is None else [f"best validation loss {validation:.4g}"]
     return " · ".join(shown)
+
+
+class TimeLeft:
+    """Says how long a run will still take, by the steps since it was made.
+
+    Example:
+        >>> left = TimeLeft(0, 100)
+        >>> left(0)
+        ''
+    """
+
+    def __init__(self, step: int, steps: int) -> None:
+        self._first, self._steps, self._began = step, steps, time.monotonic()
+
+    def __call__(self, step: int) -> str:
+        """Return it in words, with what parts them from others; nothing where it is not known."""
+        if not self._first < step < self._steps:
+            return ""
+        passed = time.monotonic() - self._began
+        seconds = passed * (self._steps - step) / (step - self._first)
+        return f" · {seconds / 60:.0f} min left" if seconds > 90 else f" · {seconds:.0f} s left"
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What happened in a run: a point for every evaluation, and how it ended."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
@@ -155,6 +155,8 @@ class End:
     )  # each peer's share of the peers' weight in the last step
     # by peer, how often, by reason
     left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    # by peer, the steps that were taken without it: the first and the last one of every stretch
+    absent: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     # by user, what it computed and exchanged, in numbers
     costs: Mapping[str, Cost] = field(default_factory=dict)
     # by user, in bytes and seconds, if it travelled
@@ -215,5 +217,14 @@ class End:
 
 
 _LEFT_OUT_IF_EMPTY = frozenset(
-    {"validation", "promises", "account", "not_captured", "comparison", "constant", "verdict"}
+    {
+        "validation",
+        "absent",
+        "promises",
+        "account",
+        "not_captured",
+        "comparison",
+        "constant",
+        "verdict",
+    }
 )

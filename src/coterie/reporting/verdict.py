@@ -343,6 +343,8 @@ def _constant(end: End, spec: RunSpec, model: nn.Module) -> float | None:
     examples = spec.me.test if end.test else spec.me.validation
     if examples is None or not any(end.judged_on[1]) or "leaderboard" in end.account:
         return None
+    if spec.me.is_stream:  # of which there is no whole to find a constant of
+        return None
     return constant_loss(model, spec.loss, spec.me.examples, examples)
 
 

@@ -75,6 +75,8 @@ class ResumableRun:
     def __init__(self, spec: RunSpec, learner: Learner, guard: Guard | None) -> None:
         self.spec, self.learner, self.guard = spec, learner, guard
         self.left_out: dict[str, dict[str, int]] = {}  # how often each peer was, by reason
+        # the steps without each peer: the first and the last one of every stretch
+        self.absent: dict[str, list[list[int]]] = {}
         self.travelled: dict[str, Traffic] = {}  # before this session
         self.losses: list[float] = []  # user 0's, since the last evaluation
         self.folder = RunFolder()
@@ -116,6 +118,7 @@ class ResumableRun:
             "learner": self.learner.state_dict(),
             "guard": self.guard and self.guard.state_dict(),
             "left_out": self.left_out,
+            "absent": self.absent,
             "traffic": _plain(total(self.travelled, self.learner.engine.traffic())),
             "losses": self.losses,
             "costs": _plain(self.learner.costs.by_user()),
@@ -168,6 +171,7 @@ class ResumableRun:
                 " folder"
             )
         self.left_out, self.losses = state["left_out"], state["losses"]
+        self.absent = state.get("absent", {})  # which earlier versions did not note
         self.travelled = {name: Traffic(**each) for name, each in state["traffic"].items()}
         self.learner.costs.load(state["costs"])
 
@@ -180,6 +184,8 @@ Taken: TypeAlias = tuple[float, Mapping[str, str]]
 """User 0's loss in a step that was taken, and who was left out of it and why."""
 MOST_REASONS, OTHER_REASONS = 20, "other reasons"
 """How many reasons why a peer was left out are told apart."""
+MOST_STRETCHES = 1000
+"""Of steps without a peer; the last one then goes on, gaps or not."""
 
 
 class OngoingRun(ResumableRun):
@@ -366,6 +372,11 @@ class OngoingRun(ResumableRun):
             # else a peer could fill the record with words of its own
             told = reason if reason in counts or len(counts) < MOST_REASONS else OTHER_REASONS
             counts[told] = counts.get(told, 0) + 1
+            stretches, taken = self.absent.setdefault(name, []), self.learner.step - 1
+            if stretches and (stretches[-1][1] == taken - 1 or len(stretches) == MOST_STRETCHES):
+                stretches[-1][1] = taken
+            else:
+                stretches.append([taken, taken])
         return self.losses[-1], step.left_out
 
     def _restarted(self, guard: Guard) -> NextStep:
@@ -471,6 +482,7 @@ class OngoingRun(ResumableRun):
             guard=decision,
             tau=self.tau(),
             left_out=self.left_out,
+            absent=self.absent,
             costs=learner.costs.by_user(),
             traffic=traffic,
             promises=engine.promises() if isinstance(engine, TellsPromises) else {},

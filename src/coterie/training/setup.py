@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.arguments import Check, optional, shown
 from coterie.choosing import AdaptiveAveraging, Mixture
 from coterie.choosing.mixture import why_not_linear
+from coterie.engines.capabilities import LimitsExchanges
 from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
@@ -209,6 +210,8 @@ def opened(spec: RunSpec, stack: ExitStack) -> Engine:
             )
         stack.callback(engine.close)
     algorithm_of(spec.rule).check(spec, engine)
+    if isinstance(engine, LimitsExchanges) and not isinstance(spec.rule, Alone | Mixture):
+        engine.check_exchanges(-(-spec.steps // spec.exchange_every))
     return engine
 
 

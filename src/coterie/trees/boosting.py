@@ -6,19 +6,22 @@ its own, which it fits itself and tells nobody: trees explain what is left.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from scipy.sparse import csr_array
 
-from coterie.errors import DataError
 from coterie.mixture.families import Array, Family
 
 MOST_EDGES = 31
 """Of a column: between so many values at most, at quantiles of user 0's, a tree can split."""
 BOUND = {"softmax": 0.5, "logistic": 0.25, "squared": 1.0}
 """The curvature of a family's loss is at most this: no step of an intercept goes too far."""
+FARTHEST = {"squared": 16.0}
+"""The slope of a row's loss counts as this at most, 1 where nothing is said: no row rules a tree."""
+
+ALIKE = 1e-4
+"""Of splits whose gains differ by less than this share, the first is taken."""
 
 
 class Growth(NamedTuple):
@@ -222,7 +225,8 @@ class Part:
             mean, weights, targets = mean[self.drawn], weights[self.drawn], targets[self.drawn]
             weights = weights * (len(self.places) / most)
             self.rows_hot, self.rows = self.hot[self.drawn], self.places[self.drawn]
-        slope = (mean - targets[:, None])[..., self.grows] * weights[..., None]
+        far = FARTHEST.get(family.name, 1.0)
+        slope = np.clip((mean - targets[:, None])[..., self.grows], -far, far) * weights[..., None]
         curvature = family.curvature(mean)[..., self.grows] * weights[..., None]
         parts = np.broadcast_arrays(slope, curvature, weights[..., None])
         self.channels = np.stack(parts, -1).reshape(len(mean), -1, 3)
@@ -326,12 +330,15 @@ def _best(sums: Array, bins: Bins, growth: Growth) -> tuple[Splits, Array, Array
     for each in ways:
         other = whole - each
         gain = _gain(each, growth.ridge) + _gain(other, growth.ridge)
-        few = (each[..., -1] < growth.fewest) | (other[..., -1] < growth.fewest)
+        fewest = growth.fewest - 1e-3  # masks round
+        few = (each[..., -1] < fewest) | (other[..., -1] < fewest)
         gain[few] = -np.inf
         gain[starts[1:] - 1] = -np.inf  # nothing is beyond a column's last bin
         gains.append(gain)
     every = np.concatenate(gains)
-    where = every.argmax(0)
+    # the first of those that are alike: sums in another order, or rounded, have the same splits
+    most = every.max(0)
+    where = (every >= most - ALIKE * np.abs(most)).argmax(0)
     parent = _gain(whole, growth.ridge)
     splits = np.take_along_axis(every, where[None], 0)[0] > parent + 1e-9
     place, also_missing = where % many, where >= many
@@ -343,56 +350,6 @@ def _best(sums: Array, bins: Bins, growth: Growth) -> tuple[Splits, Array, Array
         also_missing | ~splits,
     )
     return found, sides, whole - sides
-
-
-def checked(sums: Array, bins: Bins) -> Array:
-    """Return histograms that add up; refuse any others.
-
-    Example:
-        >>> bins = Bins((np.array([0.5]),))
-        >>> sums = np.ones((5, 1, 1, 3)) * np.array([1, 1, 0, 2, 0])[:, None, None, None]
-        >>> checked(sums, bins) is sums
-        True
-        >>> checked(sums * np.array([[[[1, -1, 1]]]]), bins)
-        Traceback (most recent call last):
-            ...
-        coterie.errors.DataError: a histogram has a negative curvature; its user is left out
-    """
-    left = "its user is left out"
-    if not np.isfinite(sums).all():
-        raise DataError(f"a histogram holds numbers that are not finite; {left}")
-    starts = bins.starts
-    totals = np.add.reduceat(sums, starts[:-1], axis=0)
-    size = np.abs(sums).sum(0) + 1e-300
-    if (np.abs(totals - totals[-1:]) > 1e-6 * size).any():
-        raise DataError(f"the columns of a histogram do not add up to the same sums; {left}")
-    for name, part in {"curvature": sums[..., 1], "number of rows": sums[..., 2]}.items():
-        if (part < -1e-6 * size[..., 2]).any():
-            raise DataError(f"a histogram has a negative {name}; {left}")
-    return sums
-
-
-def merged(sums: Array, bins: Bins, cap: float) -> Array:
-    """Return histograms in which a bin has no row, or `cap` rows at least: others join the next.
-
-    A node with fewer rows than that is empty.
-
-    Example:
-        >>> bins = Bins((np.array([0.5, 1.5]),))
-        >>> merged(np.array([1.0, 3, 1, 0, 5, 0]).reshape(6, 1, 1, 1), bins, 2).ravel()
-        array([0., 5., 0., 0., 5., 0.])
-    """
-    out, starts = np.zeros_like(sums), bins.starts
-    for first, end in pairwise(starts):
-        carried, last = np.zeros_like(sums[0]), np.full(sums.shape[1:3], -1)
-        for place in range(first, end):
-            carried = carried + sums[place]
-            full = carried[..., -1] >= cap
-            out[place][full] = carried[full]
-            last[full], carried[full] = place, 0.0
-        e, m = np.nonzero(last >= 0)
-        out[last[e, m], e, m] += carried[e, m]
-    return out
 
 
 def peers_here(

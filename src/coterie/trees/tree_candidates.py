@@ -20,6 +20,7 @@ from coterie.trees.boosting import (
     outputs_grown,
     peers_here,
 )
+from coterie.trees.histograms import Histograms
 from coterie.trees.tensors import Trees, of_boosted, of_forest
 
 FEWEST = 10
@@ -28,12 +29,15 @@ KINDS = {"trees": 1.0, "trees, own rows count five times": 5.0}
 """What an own row counts in each kind of boosted trees, where a peer's row counts 1."""
 MOST = 500_000
 """Boosted trees have so many bins in all their ensembles at most: more columns and classes have none."""
+MOST_ELSEWHERE = 100_000
+"""The same where peers are elsewhere, who send them all at each level."""
 FOREST = 100
 """Trees of the forest; each sees at most this many rows:"""
 FOREST_ROWS = 10_000
 GROWTH = Growth()
 
 Data = tuple[Array, Array]
+Elsewhere = Callable[[Histograms], Array | None]
 
 
 class TreeUnits:
@@ -65,6 +69,7 @@ def candidates(
     held_out: Array | None = None,
     seed: int = 0,
     growth: Growth = GROWTH,
+    elsewhere: Elsewhere | None = None,
 ) -> list[Candidates]:
     """Return blocks of candidates, each judged on own rows that it did not see.
 
@@ -76,13 +81,16 @@ def candidates(
         held_out: inputs of validation rows.
         seed: of the forest, and of the rows that trees see where there are very many.
         growth: how ensembles grow.
+        elsewhere: as for `boosted`.
     """
     if family.name not in BOUND or len(own[0]) < FEWEST:
         return []
     blocks = forest(own, family, held_out=held_out, seed=seed)
     lanes = len(KINDS) * (int(folds.max()) + 2) * len(outputs_grown(family, own[1].shape[1]))
-    if peers and Bins.of(own[0]).starts[-1] * lanes <= MOST:
-        blocks += boosted(own, peers, family, folds, held_out=held_out, seed=seed, growth=growth)
+    most = MOST if elsewhere is None else MOST_ELSEWHERE
+    if (peers or elsewhere) and Bins.of(own[0]).starts[-1] * lanes <= most:
+        how: dict[str, Any] = {"held_out": held_out, "seed": seed, "growth": growth}
+        blocks += boosted(own, peers, family, folds, elsewhere=elsewhere, **how)
     return blocks
 
 
@@ -95,7 +103,7 @@ def boosted(
     held_out: Array | None = None,
     seed: int = 0,
     growth: Growth = GROWTH,
-    elsewhere: Callable[[Level], Array | None] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> list[Candidates]:
     """Return blocks of boosted trees: of every kind one for all rows and one without each fold.
 
@@ -109,7 +117,8 @@ def boosted(
         held_out: inputs of validation rows.
         seed: of the rows that trees see where there are very many.
         growth: how ensembles grow.
-        elsewhere: what asks peers who are elsewhere, in the place of `peers`.
+        elsewhere: what asks peers who are elsewhere, in the place of `peers`: from a question to
+            sums, or None where nobody answered.
     """
     units, bins = TreeUnits(own[1], family), Bins.of(own[0])
     views = int(folds.max()) + 2
@@ -126,7 +135,14 @@ def boosted(
     )
     theirs = [(x, units.to(y)) for x, y in peers]
     equal = np.ones((len(peers), weights.shape[1]))
-    ask = elsewhere or peers_here(bins, theirs, equal, **settings)
+    if elsewhere is None:
+        ask = peers_here(bins, theirs, equal, **settings)
+    else:
+        about = (family.name, bins, np.asarray(units.shift), units.scale, weights.shape[1])
+
+        def ask(level: Level) -> Array | None:
+            return elsewhere(Histograms(*about, level))
+
     grown = driven(grow(mine, bins, growth), ask)
     blocks, k = [], own[1].shape[1]
     blind = grown.outputs.reshape(len(grown.looks), len(folds), len(KINDS), views, k)

@@ -157,10 +157,11 @@ def test_the_account_is_complete_and_plain() -> None:
     assert told["steps"] == list(range(0, 30, 2))
     assert told["cost"] == {"runs": 3.0, "rows": 15 * 4, "messages": 0, "bytes": 0}
     assert set(told["leaderboard"]) == {
-        *("served", "alone, mixed", "constant", "alone", "branch", "branch from pooled", "pooled")
+        *("served", "constant", "alone", "branch", "branch from pooled", "pooled")
     }
-    kinds = [one["weight"] for one in list(told["leaderboard"].values())[1:]]
-    assert sum(kinds[1:]) == pytest.approx(1)
+    weights = {kind: one["weight"] for kind, one in told["leaderboard"].items()}
+    assert weights.pop("served") == 1
+    assert sum(weights.values()) == pytest.approx(1)
     assert told["out_of_fold"] == told["leaderboard"]["served"]["loss"]
     assert json.loads(json.dumps(told)) == told
     asked = run.record.end.costs["alike 0"]
@@ -203,7 +204,7 @@ def test_a_peer_that_is_not_finite_is_left_out() -> None:
     assert "broken" not in account(run)["tau"]
     assert bool(Parameters(run.model).vector().isfinite().all())
     only = adaptive(user("me", 10, TRUTH), [broken])
-    assert set(account(only)["leaderboard"]) == {"served", "alone, mixed", "constant", "alone"}
+    assert set(account(only)["leaderboard"]) == {"served", "constant", "alone"}
     assert only.record.end.tau == {}
 
 

@@ -162,6 +162,32 @@ def test_sites_tell_how_many_examples_they_have_before_the_first_step(make_users
     assert told == {user.name: len(user) for user in users if user.name != "peer 2"}
 
 
+def test_a_site_that_is_lost_costs_one_timeout_in_all(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for less long than it may take at first; one that has been slow is given its time."""
+    users, given = make_users(), list[float]()
+
+    class Timed(Sites):
+        def ask(
+            self, names: Sequence[str], method: str, timeout: float, **arguments: Any
+        ) -> LocalReplies:
+            given.append(timeout)
+            return super().ask(names, method, timeout, **arguments)
+
+    sites = Timed(users[1:])
+    made = engine(users, sites, misses=3, timeout=9.0)
+    given.clear()
+    x = torch.zeros(12, dtype=torch.float64)
+    for step in range(5):
+        sites.silent = {"peer 2"} if step >= 2 else set()
+        made.gradients(x, step, TAU)
+    assert given == [9.0, 3.0, 3.0, 3.0, 3.0]
+    made._took = dict.fromkeys(made._took, 2.0)  # as of a site with a large table
+    made.gradients(x, 5, TAU)
+    assert given[-1] == 8.0
+
+
 def test_a_silent_site_is_dropped_and_taken_back(
     make_users: Users, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -629,3 +629,46 @@ def test_what_masks_do_not_prevent(tmp_path: Path) -> None:
     ]
     with pytest.raises(MaskError, match="was not finite"):
         total(spoiled, fixed_keys(3)[0])
+
+
+def sums_of_shares(
+    ill: Mapping[int, int], folder: Path, steps: int, examples: int = 50
+) -> list[float]:
+    """Return masked sums at parameters of zero, where a gradient is one half less the share that is ill."""
+    folder.mkdir(exist_ok=True)
+    sites: dict[str, Responder] = {}
+    for rows, n in ill.items():
+        ids = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+        user = coterie.User(f"peer {len(sites) + 1}", torch.zeros(rows, 3), (ids < n).long())
+        peer = Peer(user, Passes(logistic(), LOSS), Caps(examples=examples), folder / str(rows))
+        sites[user.name] = Responder(peer, SumsOnly())
+    told, found = told_to(sites), []
+    assert all("joined" in site.join(told) for site in sites.values())
+    for step in range(steps):
+        how = {"step": step, "round": step, "batch_size": examples}
+        asked = request(points=np.zeros((1, 8), np.float32), **how)
+        parts = [site.part(asked)["part"] for site in sites.values()]
+        found.append(float(total(parts, Agreement.read(told))[6]))
+    return found
+
+
+def test_what_sums_at_one_point_tell_of_blocks(tmp_path: Path) -> None:
+    """Of sites with one block and one with two, sums at two steps differ by the blocks of the latter alone."""
+    ill = {62: 20, 70: 40, 120: 55}
+    sums = sums_of_shares(ill, tmp_path / "two", 12)
+    assert len({round(each, 4) for each in sums}) == 2
+    patients = 3 * np.ptp(sums) * 60  # in blocks of 60
+    assert patients == pytest.approx(round(patients), abs=1e-3)
+    assert patients > 0.5, "so many more has one block than the other, of a site that is known"
+    alike = sums_of_shares(ill, tmp_path / "one", 12, examples=61)
+    assert np.ptp(alike) < 1e-5, "where `examples` is more than half of the rows there is one block"
+
+
+def test_what_a_sum_of_means_tells_of_counts(tmp_path: Path) -> None:
+    """Where sites' batches have different numbers of rows, which user 0 knows, counts add up in one way only."""
+    ill = {53: 17, 59: 30, 61: 44}
+    summed = np.mean(sums_of_shares(ill, tmp_path, 40))
+    counts = itertools.product(*(range(rows + 1) for rows in ill))
+    tried = {c: sum(0.5 - n / rows for n, rows in zip(c, ill, strict=True)) / 3 for c in counts}
+    best = min(tried, key=lambda c: abs(abs(tried[c]) - abs(summed)))
+    assert best == tuple(ill.values())

@@ -18,7 +18,7 @@ from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import Candidates, guesses
 from coterie.mixture.families import LOSS, Array, Family
-from coterie.mixture.fit import Fitted, clearly_more
+from coterie.mixture.fit import Fitted
 from coterie.mixture.mixing import LEAST, MixtureEntry, halves, mix, weights_of
 from coterie.mixture.served import Constant, Predictor, give
 from coterie.users.examples import Examples, InMemory
@@ -101,7 +101,9 @@ class HeldOutEvaluations:
         )
 
     def weights(self) -> dict[str, Array]:
-        """Return the weights of all candidates, by kind and point."""
+        """Return the weights of all candidates, by kind and point; none where there is none yet."""
+        if not any(path.points for path in self.paths.values()):
+            return {}
         shape = -1, len(self.temperatures)
         totals = {kind: np.reshape(path.evidence, shape) for kind, path in self.paths.items()}
         flat = np.concatenate([each.ravel() for each in totals.values()])
@@ -158,10 +160,10 @@ class HeldOutEvaluations:
             single=self.single,
         )
         guess = entries.get("constant")
-        is_constant = guess is not None and clearly_more(served.losses - guess.losses)
+        is_constant = guess is not None and bool(served.losses.mean() > guess.losses.mean())
         return Fitted(
             served if guess is None or not is_constant else guess,
-            *(alone, entries, np.zeros(0), int(self.folds.max()) + 1, 0),
+            *(alone, entries, np.zeros(0), int(self.folds.max()) + 1),
             is_constant=is_constant,
         )
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,14 @@ from torch import Tensor, nn
 
 from coterie.arguments import COUNT, SEED
 from coterie.engines.cpu_threads import operations
-from coterie.engines.engine import NOT_IN_MEMORY, Answers, Capabilities, LocalWork, Question
+from coterie.engines.engine import (
+    NOT_IN_MEMORY,
+    AllRows,
+    Answers,
+    Capabilities,
+    LocalWork,
+    Question,
+)
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
@@ -21,10 +29,11 @@ from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, wit
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.in_process.user_by_user import UserByUser
 from coterie.engines.peer import Caps, Peer
-from coterie.engines.peer.linear_rows import LinearRows
+from coterie.engines.peer.linear_rows import LinearRows, rows_key
 from coterie.errors import ModelError
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import FiniteLater, Gradients, add_up, keep_finite
+from coterie.mixture.answers import EStep, StackedUsers
 from coterie.privacy.privacy import Privacy
 from coterie.recording.costs import Traffic
 from coterie.users.examples import Examples
@@ -97,6 +106,7 @@ class InProcess:
             self.passes.take_over(like.passes)
         self._user_by_user = UserByUser(self.passes, self.sampler, self.support)
         self._tau: tuple[Any, Weights] | None = None
+        self._stacks: tuple[Any, list[tuple[Tensor, StackedUsers]]] | None = None
         check_classes(loss, self._output, [me, *peers])
         self.passes.set_forward_options(forward_options)
 
@@ -140,7 +150,7 @@ class InProcess:
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do, which depends on the model and on where the examples are."""
-        support, users = self.support, self.sampler.users
+        support = self.support
         in_memory = None if self.sampler.in_memory else NOT_IN_MEMORY
         mean = (
             None
@@ -157,12 +167,17 @@ class InProcess:
             not_captured=in_memory or support.one_by_one,
             rows_not_captured=in_memory or support.one_by_one or rows,
             not_stacked=support.not_stacked or in_memory or mean or passed,
-            examples={name: None if user.is_stream else len(user) for name, user in users.items()},
+            examples=self._examples,
             batch_size=self.sampler.batch_size,
             batch_dependent=support.batch_dependent,
             local_work=True,
-            no_e_steps="a user has a stream" if any(u.is_stream for u in users.values()) else "",
+            no_e_steps="a user has a stream" if None in self._examples.values() else "",
         )
+
+    @functools.cached_property
+    def _examples(self) -> dict[str, int | None]:
+        """How many examples everybody has; counted once, since it is asked for at every step."""
+        return {n: None if user.is_stream else len(user) for n, user in self.sampler.users.items()}
 
     def draw(self, names: tuple[str, ...], step: int) -> Drawn:
         """Return user 0's batch at a step, and those of these peers, grouped by size."""
@@ -310,21 +325,42 @@ class InProcess:
 
     def e_step(self, question: Question) -> Callable[[], Answers]:
         """Let peers answer an E-step, which they do at once; see `AnswersESteps.e_step`."""
-        asked, given = question.e_step, dict[tuple[int, int], Tensor]()
+        asked, weights = question.e_step, question.weights[0]
         if asked is None:
             raise ValueError("an E-step is asked for by `e_step`")
-        for peer in (~question.weights[0].isnan()).nonzero().flatten().tolist():
-            rows = self._linear_rows[peer]
-            if why := rows.misfit(asked):
-                raise ModelError(f"peer {self.names[peer]!r} answers no E-step: {why}")
-            given[0, peer] = rows.answer(asked, question.points[0])
-        answers = Answers.of(replace(question, rows=True), given, self.names)
+        rows = torch.full((1, len(self.names), math.prod(asked.shape)), math.nan).double()
+        if isinstance(asked, EStep):
+            for places, users in self._stacked_users(asked, question.points[0]):
+                rows[0, places] = torch.from_numpy(asked.answers(users)).flatten(1)
+        else:
+            for place, peer in enumerate(self._linear_rows):
+                rows[0, place] = self._fitting(peer, asked).answer(asked, question.points[0])
+        there = rows[0].isfinite().all(1) & ~weights.isnan()
+        rows[0, ~there] = math.nan
+        lost = (~there & ~weights.isnan()).nonzero().flatten().tolist()
+        left_out = {self.names[peer]: "not finite" for peer in lost}
+        answers = Answers(None, weights[there].sum()[None], left_out, rows)
         return lambda: answers
+
+    def _stacked_users(self, asked: EStep, x: Tensor) -> list[tuple[Tensor, StackedUsers]]:
+        """Return the peers' rows in stacks, each with the places of its peers; scaled once."""
+        key = rows_key(asked, x)
+        if self._stacks is None or self._stacks[0] != key:
+            rows = [self._fitting(peer, asked).rows(asked, x) for peer in self._linear_rows]
+            stacks = StackedUsers.by_size(rows)
+            self._stacks = key, [(torch.from_numpy(places), users) for places, users in stacks]
+        return self._stacks[1]
 
     @functools.cached_property
     def _linear_rows(self) -> list[LinearRows]:
-        """The peers' rows, which are scaled once."""
+        """The peers' rows, which are scaled or put in bins once."""
         return [LinearRows(self.sampler.users[name], self.passes) for name in self.names]
+
+    def _fitting(self, peer: LinearRows, asked: AllRows) -> LinearRows:
+        """Return a peer that can answer."""
+        if why := peer.misfit(asked):
+            raise ModelError(f"peer {peer.user.name!r} answers no E-step: {why}")
+        return peer
 
     def losses(self, points: Tensor, step: int) -> Tensor:
         """Return every user's loss at its row of `points`, or those of the first.

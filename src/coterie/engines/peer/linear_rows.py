@@ -1,16 +1,17 @@
-"""A user's rows as a linear layer sees them, for E-steps: its inputs, and the targets."""
+"""A user's rows as a linear layer sees them: its inputs, and the targets; for E-steps and trees."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from coterie.engines.engine import AllRows
 from coterie.engines.in_process.passes import Passes
 from coterie.evaluation.evaluate import evaluation_mode
-from coterie.mixture.answers import EStep
 from coterie.mixture.families import FAMILIES
-from coterie.mixture.posterior import Rows
+from coterie.trees.histograms import Histograms
 from coterie.users.user import User
 
 AT_ONCE = 4096
@@ -41,11 +42,18 @@ def linear_of(model: nn.Module) -> nn.Linear | None:
     )
 
 
+def rows_key(work: AllRows, x: Tensor) -> Hashable:
+    """Return what rows that are scaled, or in bins, depend on beside the user."""
+    return work.about(), work.layer, x.cpu().numpy().tobytes() if work.layer else b""
+
+
 class LinearRows:
-    """What a user answers to an `EStep`: its rows go through the model up to the layer, and are kept.
+    """What a user answers to an `EStep` or `Histograms`.
+
+    Its rows go through the model up to the layer, and are kept.
 
     Example:
-        >>> from coterie.mixture.families import SQUARED
+        >>> from coterie.mixture.answers import EStep
         >>> from coterie.mixture.posterior import Priors
         >>> from coterie.mixture.scaling import Scaling
         >>> user = User("a", torch.ones(3, 1), torch.full((3, 1), 4.0))
@@ -58,15 +66,18 @@ class LinearRows:
 
     def __init__(self, user: User, passes: Passes) -> None:
         self.user, self.passes = user, passes
-        self._kept: tuple[tuple[Any, ...], Rows] | None = None
+        self._kept: tuple[Hashable, Any] | None = None
 
-    def misfit(self, work: EStep) -> str | None:
+    def misfit(self, work: AllRows) -> str | None:
         """Return why this user answers no such question, if it does not."""
         if self.user.is_stream:
             return "it has a stream, not examples"
         layer = self._layer(work)
         if layer is None:
             return "its model has no such linear layer"
+        if isinstance(work, Histograms):
+            fits = work.sizes == (layer.in_features, layer.out_features)
+            return None if fits else "its linear layer has another size"
         d, _, k = work.priors.mean.shape
         if (d, k) != (layer.in_features + (layer.bias is not None), layer.out_features):
             return "its linear layer has another size"
@@ -75,35 +86,49 @@ class LinearRows:
         return None
 
     def answer(
-        self, work: EStep, x: Tensor, size: int | None = None, norm: float | None = None
+        self,
+        work: AllRows,
+        x: Tensor,
+        size: int | None = None,
+        norm: float | None = None,
+        fewest: int = 1,
     ) -> Tensor:
-        """Return the numbers of an answer, one after the other; see `EStep.answer`.
+        """Return the numbers of an answer, one after the other.
+
+        See `EStep.answer` and `Histograms.answer`.
 
         Args:
             work: the question, which fits.
             x: the model's parameters, by which rows go through it up to the layer.
             size: as for `EStep.answer`.
-            norm: as for `EStep.answer`.
+            norm: as for both.
+            fewest: as for `Histograms.answer`.
         """
-        return torch.from_numpy(work.answer(self._rows(work, x), size, norm).ravel())
+        rows = self.rows(work, x)
+        if isinstance(work, Histograms):
+            return torch.from_numpy(work.answer(rows, norm, fewest).ravel())
+        return torch.from_numpy(work.answer(rows, size, norm).ravel())
 
-    def _layer(self, work: EStep) -> nn.Linear | None:
+    def _layer(self, work: AllRows) -> nn.Linear | None:
         if not work.layer:
             return linear_of(self.passes.model)
         layer = dict(self.passes.model.named_modules()).get(work.layer)
         return layer if isinstance(layer, nn.Linear) else None
 
-    def _rows(self, work: EStep, x: Tensor) -> Rows:
-        """Return the scaled rows; those of the last question where nothing about them has changed."""
-        about = [each.tobytes() for each in work.scaling[:4]]
-        at = x.cpu().numpy().tobytes() if work.layer else b""
-        key = (work.family, work.layer, at, *about)
+    def rows(self, work: AllRows, x: Tensor) -> Any:
+        """Return the rows scaled, or in bins.
+
+        Those of the last question where nothing about them has changed.
+        """
+        key = rows_key(work, x)
         if self._kept is None or self._kept[0] != key:
             self._kept = key, work.rows(*self._numbers(work, x))
         return self._kept[1]
 
     @torch.no_grad()
-    def _numbers(self, work: EStep, x: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _numbers(
+        self, work: AllRows, x: Tensor
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return what goes into the layer, (n, D), and the targets as numbers, (n, K)."""
         inputs, targets = [], []
         for some in torch.split(torch.arange(len(self.user)), AT_ONCE):

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.engine import LocalWork
+from coterie.engines.engine import AllRows, LocalWork
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer.caps import Caps, clipped
 from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Request
-from coterie.mixture.answers import EStep
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
 from coterie.users.trees import Tree
@@ -118,14 +117,15 @@ class OwnGradients:
             examples,
         )
 
-    def e_step(self, asked: EStep, point: Tensor, *, masked: bool) -> tuple[Tensor, int]:
-        """Answer an E-step on all examples, of which it says as many as the caps tell.
+    def e_step(self, asked: AllRows, point: Tensor, *, masked: bool) -> tuple[Tensor, int]:
+        """Answer an E-step on all examples, of which it says as many as the caps tell, or histograms.
 
-        Its gradient is clipped, but not where it is `masked`.
+        Their gradient is clipped, but not where it is `masked`.
         """
         told = len(self.user) // self.caps.examples * self.caps.examples
         norm = math.inf if masked else self.caps.norm
-        return self.linear.answer(asked, point, told, norm)[None], len(self.user)
+        how = asked, point, told, norm, self.caps.examples
+        return self.linear.answer(*how)[None], len(self.user)
 
     def _worked(self, request: Request, work: LocalWork) -> tuple[Tensor, int]:
         """Take steps from each point, and return the sums of what they followed, and examples as above."""

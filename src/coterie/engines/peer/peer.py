@@ -267,7 +267,8 @@ class Peer:
         number, which spoils the sum, and no time is told. The log has it.
         """
         began = time.perf_counter()
-        if reason := self._misfit(request) or self._exceeded_cap(request):
+        reason = self._misfit(request) or self._exceeded_cap(request)
+        if reason := reason or (self._cut_under_masks(request) if masked else None):
             return self.refuse(reason, caller, request.step)
         if self._private is not None:
             return self._answer_privately(request, self._private, caller, share)
@@ -386,6 +387,16 @@ class Peer:
         if left is not None and left < asked:
             return f"it has {left} gradients left to give, and was asked for {asked}"
         return None
+
+    def _cut_under_masks(self, request: Request) -> str | None:
+        """Return why all its examples would not weigh alike in an E-step's sum, if they would not.
+
+        Sums in which some sites' shares are cut and others' are not can be solved for each site's.
+        """
+        asked, size = request.e_step, self.size
+        if asked is None or size is None or asked.examples >= size:
+            return None
+        return f"under masks an E-step must count all of its {size} examples"
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)

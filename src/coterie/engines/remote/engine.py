@@ -39,15 +39,22 @@ COMPRESS = one_of(*HALVES, None)
 Given: TypeAlias = dict[tuple[int, int], Tensor]
 """Gradients by place: of the point, and of the site among all."""
 
+Kind: TypeAlias = tuple[int, int, str]
+"""What takes about as long to answer: so many points, so many steps of one's own, such an E-step."""
+
+SLACK = 4.0
+"""How much longer than of late an answer may take."""
+
 
 class Remote:
     """Gradients of peers elsewhere, who may be late, gone, or wrong.
 
     A site that does not answer within `timeout` is left out of that step, and its weight goes back
-    to g_0. After `misses` steps in a row without an answer it is no longer waited for; a short
-    question in the background, every `probe_every` steps, finds out whether it is back. One that
-    says so and again gives nothing is dropped at once, for twice as long each time. With fewer than
-    `minimum` answers a step is taken alone.
+    to g_0. One that has answered the like before is waited for less long: unless it is slow, it
+    costs one `timeout` in all until it is dropped. After `misses` steps in a row without an answer
+    it is no longer waited for; a short question in the background, every `probe_every` steps, finds
+    out whether it is back. One that says so and again gives nothing is dropped at once, for twice
+    as long each time. With fewer than `minimum` answers a step is taken alone.
 
     Args:
         model, loss, me, batch_size, seed: as for `InProcess`; the model has the same parameters as
@@ -118,6 +125,7 @@ class Remote:
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._noise: dict[str, float] = {}
+        self._took: dict[tuple[str, Kind], float] = {}  # how long answers have taken of late
         self._no_e_steps = "no site has said that it answers E-steps"
         self._frozen = frozen_digest(model)
         self._sums: SecureSums | None = None
@@ -214,7 +222,7 @@ class Remote:
         if sent is not None:
             self._mine.rounding = max(self._mine.rounding, relative_error(points, sent))
         waiting = [
-            (names, self._send(names, question, list(wanted), sent))
+            (names, time.monotonic(), self._send(names, question, list(wanted), sent))
             for wanted, names in alike.items()
         ]
         return partial(self._answers, question, asked, waiting, left_out)
@@ -354,20 +362,32 @@ class Remote:
         rounded = None if sent is None else sent[wanted]
         # a copy: a late site may still be sent to when points have moved
         message = pack_request(request, rounded)
-        return self._transport.send(names, "gradients", message)
+        patience = self._patience([(name, _kind(question)) for name in names])
+        return self._transport.send(names, "gradients", message, patience=patience)
+
+    def _patience(self, asked: Sequence[tuple[str, Kind]]) -> float:
+        """Return how long to wait for sites, by how long they took to answer the like."""
+        took = max(self._took.get(one, math.inf) for one in asked)
+        least: float = self.timeout / self.misses
+        seconds: float = min(self.timeout, max(least, SLACK * took))
+        return seconds
 
     def _answers(
         self,
         question: Question,
         asked: Mapping[str, Tensor],
-        waiting: Sequence[tuple[Sequence[str], Replies]],
+        waiting: Sequence[tuple[Sequence[str], float, Replies]],
         left_out: dict[str, str],
     ) -> tuple[Given, dict[str, str]]:
         """Wait for the sites, and return what can be used of their answers, and who is left out."""
         form, began = question.form, time.perf_counter()
         usable: Given = {}
-        for names, sent in waiting:
+        for names, since, sent in waiting:
             replies = sent.wait()
+            if all(name in replies for name in names):
+                took, kind = time.monotonic() - since, _kind(question)
+                for name in names:
+                    self._took[name, kind] = max(took, 0.9 * self._took.get((name, kind), 0.0))
             for name in names:
                 places = asked[name].nonzero().flatten().tolist()
                 answer = self._read(
@@ -420,3 +440,9 @@ class Remote:
             traffic.rounding = max(traffic.rounding, noise_told(reply.get("rounding")))
             traffic.seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
         return "no answer" if answer is None else answer
+
+
+def _kind(question: Question) -> Kind:
+    work, e_step = question.work, question.e_step
+    steps = 0 if work is None else work.count
+    return len(question.points), steps, "" if e_step is None else e_step.told

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.compression import relative_error
-from coterie.engines.engine import LocalWork
+from coterie.engines.engine import AllRows, LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
 from coterie.errors import printable
@@ -22,6 +22,7 @@ from coterie.mixture.answers import EStep
 from coterie.mixture.posterior import Priors
 from coterie.mixture.scaling import Scaling
 from coterie.privacy.masks import N_CHECKS, NoiseShare, Words
+from coterie.trees.histograms import Histograms
 
 FLOATS = (np.float16, np.float32, np.float64)
 MAX_EXTRA_BYTES = 4096
@@ -37,7 +38,9 @@ def pack_request(request: Request, points: Tensor | None = None) -> dict[str, An
     sent = to_array(request.points) if points is None else _encoded(points)
     message = vars(request) | {"points": sent, "buffers": buffers}
     work, e_step = message.pop("work"), message.pop("e_step")
-    if e_step is not None:
+    if isinstance(e_step, Histograms):
+        message["e_step"] = e_step.message()
+    elif e_step is not None:
         plain = {name: getattr(e_step, name) for name in ("told", "family", "layer", "examples")}
         message["e_step"] = plain | e_step.priors._asdict() | e_step.scaling._asdict()
     if work is not None:
@@ -56,7 +59,9 @@ def answer_form(message: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     """Return something like what is answered to a request of one's own."""
     e_step = _read_e_step(message.get("e_step"))
     points: np.ndarray[Any, Any] = message["points"]
-    return np.zeros((1, math.prod(e_step.shape))) if isinstance(e_step, EStep) else points
+    if isinstance(e_step, EStep | Histograms):
+        return np.zeros((1, math.prod(e_step.shape)))
+    return points
 
 
 def answer_message(
@@ -198,11 +203,13 @@ def _read_work(message: Any, parameters: Parameters) -> LocalWork | str | None:
     return LocalWork(count, lr, row, decay)
 
 
-def _read_e_step(message: Any) -> EStep | str | None:
-    """Return the E-step that a message asks for, its numbers as they come, or what is wrong with it."""
+def _read_e_step(message: Any) -> AllRows | str | None:
+    """Return what a message asks of all rows, its numbers as they come, or what is wrong with it."""
     if message is None:
         return None
     fields = message if isinstance(message, dict) else {}
+    if str(fields.get("told")) == Histograms.told:
+        return Histograms.of_message(fields)
     texts = [fields.get(name) for name in ("family", "told", "layer")]
     of_scaling = Scaling._fields[:-1]
     arrays = {name: fields.get(name) for name in (*Priors._fields, *of_scaling)}

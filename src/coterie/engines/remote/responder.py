@@ -16,6 +16,9 @@ from coterie.privacy.sums import SumsOnly
 
 NO_POSTERIORS = "it adds gradients under masks, no posteriors; it may set `posteriors` in [sums]"
 
+SUMS_OF_ROWS = {"gradient", "curvature"}
+"""What of an E-step is the same whichever site has which row: from no sums can single sites' be told."""
+
 METHODS = {"ready": False, "gradients": True, "offer": False, "join": True, "part": True}
 """What can be asked of a `Responder`, and whether it wants to know who asks."""
 
@@ -108,11 +111,8 @@ class Responder:
                 self.member.next_round(fields.get("round"), fields.get("work")),
             )
             share, e_step = masks.agreement.share_of(masks.site), fields.get("e_step") or {}
-            if (
-                self.only_sums
-                and not self.sums.posteriors
-                and "posterior" in e_step.get("told", "")
-            ):
+            told = set(str(e_step.get("told", "")).split())
+            if self.only_sums and not self.sums.posteriors and not told <= SUMS_OF_ROWS:
                 return self._refused(NO_POSTERIORS, caller, request)
             reply = answer_message(self.peer, caller, request, share, masked=True)
             if "gradients" not in reply:

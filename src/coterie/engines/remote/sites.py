@@ -107,15 +107,22 @@ class CountedTransport:
         return self.sites.ask(names, method, self.timeout, **arguments)
 
     def send(
-        self, names: Sequence[str], method: str, request: dict[str, Any], **more: Any
+        self,
+        names: Sequence[str],
+        method: str,
+        request: dict[str, Any],
+        *,
+        patience: float | None = None,
+        **more: Any,
     ) -> Replies:
-        """Send a request to sites, and count it."""
+        """Send a request to sites, who have `patience` seconds where it is given, and count it."""
         size = request_bytes(request)
         self.mine.bytes_sent += size * len(names)
         self.mine.messages += len(names)
         for name in names:
             self.traffic[name].bytes_received += size
-        return self.ask(names, method, request=request, **more)
+        seconds = self.timeout if patience is None else patience
+        return self.sites.ask(names, method, seconds, request=request, **more)
 
     def received(self, name: str, size: int) -> None:
         """Count a message of a site."""
