@@ -1,4 +1,4 @@
-"""What a researcher takes from the benchmark: sweeps of knobs, tables and figures; attacks by name in a run."""
+"""What a researcher takes from the benchmark: sweeps of knobs, tables and figures; attacks by name."""
 
 from __future__ import annotations
 
@@ -42,6 +42,30 @@ def test_a_sweep_of_a_knob_is_a_method_for_each_value_and_tables_and_figures_are
 def test_two_knobs_make_every_pair_of_values() -> None:
     made = swept("bc", ["alpha=0.1,0.3", "beta=0.01,0.1,auto"])
     assert len({each.name for each in made if isinstance(each, benchmark.Contender)}) == 6
+
+
+def test_attacks_by_name_are_conditions_with_as_many_attackers_as_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    """Each on the same data: alone does the same, and pooled is drawn away."""
+    words = ["bench", "--out", str(tmp_path), "--sets", "digits", "--users", "1", "--steps", "8"]
+    words += ["--conditions", "honest", "--methods", "pooled,alone,fedavg,mixture", "--jobs", "1"]
+    result = CliRunner().invoke(app, [*words, "--attack", "scaled", "--attackers", "4"])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "results.json").read_text())["cells"]
+    score = {(one["condition"], one["method"]): one["score"] for one in found}
+    assert {method for condition, method in score if condition == "scaled-4"} == {
+        *("alone", "sklearn-alone", "pooled")
+    }, "who asks for more than gradients cannot be attacked by them"
+    assert score["honest", "alone"] == score["scaled-4", "alone"]
+    assert score["honest", "pooled"] > 0.2 + score["scaled-4", "pooled"]
+    assert (tmp_path / "tables" / "scaled-4.tex").exists()
+    for wrong, said in (
+        (["--attack", "scald"], "did you mean 'scaled'?"),
+        (["--attack", "scaled", "--attackers", "40"], "13 peers, of whom not 40 can attack"),
+        (["--attackers", "4"], "`--attackers` is for `--attack`"),
+    ):
+        assert said in " ".join(CliRunner().invoke(app, [*words, *wrong]).output.split())
 
 
 def test_twelve_methods_are_told_apart_by_marks_alone() -> None:

@@ -226,13 +226,15 @@ def test_sliders_begin_at_the_problem_that_the_headline_is_about(
     assert row[2 * len(table["columns"]) - 1] == pytest.approx(float(wga.speedup), rel=1e-3)
 
 
-def test_a_folder_of_many_runs_says_to_name_one(runs: Path) -> None:
-    result = RUNNER.invoke(app, ["explore", str(runs)])
-    assert result.exit_code == 2
-    assert (
-        f"{runs} holds a run for each user; name one of them, such as {runs / 'alone'}"
-        in result.stderr
-    )
+def test_a_folder_of_many_runs_is_all_of_them_and_a_plan_says_to_name_one(
+    runs: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    result = RUNNER.invoke(app, ["explore", str(runs), "--out", str(page)])
+    assert result.exit_code == 0, result.output
+    assert all(str(run.parent) in page.read_text() for run in runs.glob("*/record.jsonl"))
+    result = RUNNER.invoke(app, ["plan", str(runs)])
+    assert f"{runs} holds several runs; name one of them, such as {runs / 'alone'}" in result.stderr
 
 
 def test_a_table_that_is_too_wide_is_folded_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

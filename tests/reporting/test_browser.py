@@ -22,7 +22,6 @@ from coterie.cli import app
 from coterie.reporting import plan_page
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Section, write_page
-from coterie.reporting.run_page import ADVICE
 from coterie.reporting.verdict import difference
 from coterie.reporting.whom import heard
 from coterie.theory import Constants
@@ -99,7 +98,7 @@ def test_the_first_screen_is_the_record_and_details_fold(
     end, (lead,) = run.record.end, shown.texts(".lead")
     assert end.verdict.split(": ")[0] in lead
     assert [end.verdict] == shown.texts(".evidence")
-    assert lead.endswith(ADVICE[run.verdict.finding])
+    assert lead.endswith(run.verdict.advice)
     assert all(bottom < PLACES[place][1] for bottom in shown.bottoms(".lead, .tile"))
     if end.comparison is not None:
         assert shown.texts(".tile strong")[:2] == [

@@ -28,6 +28,7 @@ def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
     )
     assert summary(record, weight=0.25) == [
         "The model for me was trained alone: no peer was asked.",
+        "what to do: Use this model: nothing is gained from the peers here.",
         "Alone(), 1 peer, 12 steps of Adam(lr=0.1)",
         "stopped by Ctrl-C at step 12 of 20",
         "nothing held out for validation: the model is the last one",
@@ -50,7 +51,7 @@ def test_one_of_a_thing_is_told_as_one() -> None:
         )
     )
     lines = summary(record)
-    assert lines[1].partition(" of ")[0].endswith(", 1 peer, 1 step")
+    assert lines[2].partition(" of ")[0].endswith(", 1 peer, 1 step")
     assert {"test: loss 0.6 (1 example)", "left out: a in 1 step"} < set(lines)
     assert (
         heard(record.configuration, record.end)[0].reason
@@ -66,7 +67,7 @@ def test_the_numbers_are_those_of_the_model_served() -> None:
     guard = GuardDecision(served="alone", difference=0.1, error=0.01)
     measures = {"validation": {"loss": 0.4, "accuracy": 0.8}, "test": {"loss": 0.6}}
     record.finish(End(step=20, best_step=5, guard=guard, tau={"a": 1.0}, **measures))  # type: ignore[arg-type]  # fits
-    alone, _, best, test = summary(record, weight=0.5)  # which is not that of what is served
+    alone, _, _, best, test = summary(record, weight=0.5)  # which is not that of what is served
     assert alone.startswith("me gets the model trained without peers: ")
     assert best == "best at step 5 by validation loss: loss 0.4, accuracy 0.8"
     assert test == "test: loss 0.6 (5 examples)"

@@ -17,8 +17,15 @@ from torch.nn.functional import mse_loss
 import coterie
 from coterie.everyone.gains import COUNTED
 from coterie.recording import Comparison, Configuration, Difference, End, GuardDecision
-from coterie.reporting.run_page import ADVICE, HEADLINES
-from coterie.reporting.verdict import Finding, Verdict, chance, serves_alone, verdict
+from coterie.reporting.verdict import (
+    ADVICE,
+    HEADLINES,
+    Finding,
+    Verdict,
+    chance,
+    serves_alone,
+    verdict,
+)
 from coterie.reporting.whom import listened_to
 
 ASKED = configuration(rule="WeightedAveraging(alpha=0.5)")

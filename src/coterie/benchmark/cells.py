@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import coterie
-from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.conditions import CONDITIONS, GradientAttack, condition_of
 from coterie.benchmark.contenders import RATES, Contender
 from coterie.benchmark.methods import contender, names
 from coterie.benchmark.networks import MODELS
@@ -56,16 +56,12 @@ class Selection:
         known = {model for user_set in self._sets.values() for model in user_set.makers} | set(
             MODELS
         )
-        for what, asked, there in (
-            ("condition", self.conditions, list(CONDITIONS)),
-            ("model", self.models or (), sorted(known)),
-        ):
-            for name in asked:
-                if name not in there:
-                    hint = did_you_mean(name, there)
-                    raise KnobError(
-                        f"unknown {what} {name!r}; the {what}s are {', '.join(there)}{hint}"
-                    )
+        for condition in self.conditions:
+            condition_of(condition)
+        for name in self.models or ():
+            if name not in known:
+                hint, there = did_you_mean(name, sorted(known)), ", ".join(sorted(known))
+                raise KnobError(f"unknown model {name!r}; the models are {there}{hint}")
         for what, number in (("users", self.users), ("seeds", self.seeds)):
             if number < 1:
                 raise KnobError(f"`{what}` must be at least 1, got {number}")
@@ -106,11 +102,13 @@ class Selection:
             )
             people = load(user_set, data)
             users = candidates(people, user_set.own_examples)[: self.users]
-            methods = [name for name, one in self._contenders.items() if one.fits(people)]
+            methods = {name: one for name, one in self._contenders.items() if one.fits(people)}
             for model, condition, user, seed, method in itertools.product(
                 models, self.conditions, users, range(self.seeds), methods
             ):
-                yield Cell(name, model, condition, user, seed, method)
+                attacked = isinstance(condition_of(condition), GradientAttack)
+                if not attacked or method in ALONE or methods[method].asks_gradients_only:
+                    yield Cell(name, model, condition, user, seed, method)
 
 
 class Store:

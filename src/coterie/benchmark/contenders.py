@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from coterie.benchmark.population import Population
+from coterie.choosing import chooser_for
 from coterie.errors import KnobError
 from coterie.registry import Entry, FromRun, RunFacts
 from coterie.training.algorithm import algorithm_of
@@ -107,6 +108,12 @@ class Contender:
     def fits(self, people: Population) -> bool:
         """Say whether it can learn from these examples: from any."""
         return True
+
+    @property
+    def asks_gradients_only(self) -> bool:
+        """Whether peers are asked for nothing else, so that attackers can send other gradients."""
+        rules = [one.make(RunFacts(1, {"": 1}, 1)) for one in self.settings]
+        return not any(chooser_for(each) or algorithm_of(each).counts == "rounds" for each in rules)
 
     @classmethod
     def of(cls, name: str, *each: Any) -> Self:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store
-from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.conditions import condition_of
 from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.totals import (
@@ -253,7 +253,7 @@ def _write_page(
     ]
     for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
-        done = [inspect.getdoc(CONDITIONS[str(condition)]) or ""]
+        done = [inspect.getdoc(condition_of(str(condition))) or ""]
         sections.append(Section(f"Condition: {condition}", done, [rows], _figures(part)))
     seconds = "Seconds are of CPU time, of all settings tried."
     sections.append(Section("Everything", [seconds], [_everything(means)]))

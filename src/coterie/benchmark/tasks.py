@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.conditions import GradientAttack, condition_of
 from coterie.benchmark.population import Numbers, Population
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.table import Task
-from coterie.errors import DataError, KnobError, did_you_mean
+from coterie.errors import DataError
 from coterie.users.sampling import random_key
 from coterie.users.user import User
 
@@ -19,9 +19,10 @@ from coterie.users.user import User
 class SetTask(Task):
     """The task of one user of a population."""
 
-    wrong: tuple[str, ...]  # the names of the peers whose labels are wrong
+    wrong: tuple[str, ...]  # the names of the peers whose labels are wrong, or who attack
     # the standard deviation of all targets in the units that they have here; 1 for classes
     spread: float
+    attack: str = ""  # what the attackers send
 
 
 def candidates(people: Population, own_examples: int) -> list[str]:
@@ -63,11 +64,7 @@ def task_of(
         >>> task.me, len(task.me.validation), len(task.me.test), len(task.peers), len(task.wrong)
         (User('a', 10 examples), 10, 20, 2, 1)
     """
-    if condition not in CONDITIONS:
-        raise KnobError(
-            f"unknown condition {condition!r}; the conditions are {', '.join(CONDITIONS)}"
-            f"{did_you_mean(condition, CONDITIONS)}"
-        )
+    done = condition_of(condition)
     if me not in candidates(people, own_examples):
         raise DataError(
             f"user {me!r} cannot be user 0: it needs {2 * own_examples} examples of several"
@@ -82,7 +79,7 @@ def task_of(
     ]
     peers = [others[i] for i in sorted(choice.permutation(len(others))[:most_peers].tolist())]
     people = people.take(np.sort(np.concatenate([people.rows(name) for name in (me, *peers)])))
-    changed, wrong = CONDITIONS[condition](people, me, peers, change)
+    changed, wrong = done(people, me, peers, change)
     own, held_out = _cut(changed, changed.rows(me), own_examples, split)
     validation, test = _cut(changed, held_out, min(own_examples, len(held_out) // 2), split)
     inputs, targets, spread = _prepared(changed, own)
@@ -92,7 +89,9 @@ def task_of(
 
     user = User(me, *examples(own), validation=examples(validation), test=examples(test))
     everyone = tuple(User(name, *examples(changed.rows(name))) for name in peers)
-    return SetTask(user, everyone, inputs[0].numel(), changed.n_classes or 1, wrong, spread)
+    attack = done.attack if isinstance(done, GradientAttack) else ""
+    sizes = inputs[0].numel(), changed.n_classes or 1
+    return SetTask(user, everyone, *sizes, wrong, spread, attack)
 
 
 def _can_learn(people: Population, name: str, least: int) -> bool:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class Tool:
     name: str
     start: Callable[[Sequence[ToolRows], int], Fit]
     strengths: tuple[float, ...] = STRENGTHS
+    asks_gradients_only: ClassVar[bool] = False
 
     def fits(self, people: Population) -> bool:
         """Say whether it can learn from these examples.

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from coterie.benchmark.contenders import RATES, Fixed, Knobs, MethodSetting
 from coterie.benchmark.tasks import SetTask
 from coterie.choosing import chooser_for
+from coterie.engines.attacks import under_attack
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors_of, evaluate, outputs_on
 from coterie.learners.spec import RunSpec
@@ -126,7 +127,7 @@ class Tuning:
         rules = {(setting, lr): self._rule(setting) for setting, lr in pairs}
         together: dict[tuple[MethodSetting, float], tuple[RunSpec, TailAverage | None]] = {}
         for (setting, lr), rule in rules.items():
-            if algorithm_of(rule).rule is None or setting.options:
+            if algorithm_of(rule).rule is None or setting.options or self.task.attack:
                 self._trials[setting, lr] = self._train(setting, lr, rule)
             else:
                 together[setting, lr] = self._spec(setting, lr, rule)
@@ -172,9 +173,10 @@ class Tuning:
         """Train a setting that cannot be trained with others."""
         spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
-        spec = replace(
-            spec, **{"progress": False, "measure": False, "guard": "off", **setting.options}
-        )
+        options = {"progress": False, "measure": False, "guard": "off"} | setting.options
+        if self.task.attack:
+            options["engine"] = under_attack(self.task.attack, self.task.wrong)
+        spec = replace(spec, **options)
         try:
             run = train_spec(spec)
         except (

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -563,7 +562,7 @@ def account_of(
     sentence, judges = _sentence(fitted), len(fitted.served.losses)
     if judges < n and judges == JUDGING:
         sentence += f"; a sample of {judges:,} of the {n:,} own examples judges"
-    return account | {"sentence": sentence, "advice": _advice(fitted, board)}
+    return account | {"sentence": sentence}
 
 
 def _sentence(fitted: Fitted) -> str:
@@ -583,17 +582,3 @@ def _sentence(fitted: Fitted) -> str:
         f"a mixture is served, of {weights}; loss {served:.4g} on own examples that were held out"
         f" in turn{no_worse}"
     )
-
-
-def _advice(fitted: Fitted, board: Mapping[str, Mapping[str, float]]) -> str:
-    """Say in a sentence what to do, by the rule that says what is clear."""
-    if fitted.is_constant:
-        return "do this: use no model yet; find inputs that tell more, or more examples"
-    high = {name: line.get("high", np.inf) for name, line in board.items()}
-    if high["alone"] < 0 and high.get("pooled", -1.0) < 0:
-        return "do this: use the model served, and go on with these peers"
-    if high["alone"] < 0:
-        return "do this: use the model served; one model for everybody may do as well"
-    if board["alone"].get("low", -np.inf) > 0:
-        return "do this: use the model trained alone (`run.alone`)"
-    return "do this: use the model served; more own examples would tell whether peers help"

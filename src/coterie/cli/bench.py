@@ -15,6 +15,7 @@ from coterie.benchmark.methods import DEFAULT, swept
 from coterie.benchmark.methods import names as all_methods
 from coterie.cli import terminal
 from coterie.cli.terminal import bar, rich_table
+from coterie.engines.attacks import ATTACKS
 from coterie.errors import KnobError
 from coterie.recording.claim import claimed
 
@@ -38,6 +39,18 @@ def bench(
         ),
     ] = "",
     conditions: Annotated[str, Option(help="Conditions, between commas; all if left out.")] = "",
+    attack: Annotated[
+        str,
+        Option(
+            help=(
+                "Attacks, between commas, each one more condition: peers send what the attack says."
+                f" Of: {', '.join(ATTACKS)}."
+            )
+        ),
+    ] = "",
+    attackers: Annotated[
+        int | None, Option(min=1, help="How many peers attack; half of them if left out.")
+    ] = None,
     models: Annotated[
         str, Option(help="Models, between commas; each set's first if left out.")
     ] = "",
@@ -78,7 +91,10 @@ def bench(
     chosen = _names(sets) or _sets_at_hand(data)
     compared = all_methods() if methods == "all" else _names(methods) or DEFAULT
     contenders = [each for name in compared for each in swept(name, knob or [])]
-    under = _names(conditions) or tuple(CONDITIONS)
+    attacks = [each + (f"-{attackers}" if attackers else "") for each in _names(attack) or ()]
+    if attackers and not attacks:
+        raise KnobError("`--attackers` is for `--attack`, which names what they send; give both")
+    under = [*(_names(conditions) or (() if attacks else CONDITIONS)), *attacks]
     selection = benchmark.Selection(chosen, contenders, under, _names(models), users, seeds)
     cells = list(selection.cells(data))
     if not cells:

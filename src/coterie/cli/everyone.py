@@ -15,7 +15,7 @@ from coterie.errors import DataError, KnobError, few_of
 from coterie.everyone.gains import beside_pooled
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
-from coterie.reporting.run_page import HEADLINES
+from coterie.reporting.verdict import HEADLINES, weight_of_peers
 from coterie.reporting.whom import heard, weighs
 from coterie.training.run import Stopped
 
@@ -112,4 +112,6 @@ def _heard(record: Record) -> str:
         return "no weights"
     peers = heard(record.configuration, record.end)
     some = [f"{peer.name} {peer.share:.0%}" for peer in peers if peer.share >= LEAST]
-    return ", ".join(some[:NAMED] or ["nobody"]) + (" …" if len(some) > NAMED else "")
+    told = ", ".join(some[:NAMED] or ["nobody"]) + (" …" if len(some) > NAMED else "")
+    asked = weight_of_peers(record.end)
+    return f"{told} of the peers' {asked:.0%}" if some and asked is not None else told

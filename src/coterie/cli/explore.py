@@ -12,7 +12,10 @@ from coterie.cli.terminal import record_of
 def explore(
     runs: Annotated[
         list[Path],
-        Argument(metavar="RUN...", help="Folders that `coterie train` wrote, or records."),
+        Argument(
+            metavar="RUN...",
+            help="Folders that `coterie train` wrote, folders of several of them, or records.",
+        ),
     ],
     out: Annotated[Path, Option(help="Where to write the page.")] = Path("coterie-explore.html"),
 ) -> None:
@@ -22,4 +25,11 @@ def explore(
     """
     from coterie.reporting.explore_page import write_explore_page
 
-    typer.echo(f"page: {write_explore_page(out, {str(run): record_of(run) for run in runs})}")
+    named = [one for run in runs for one in _runs_in(run)]
+    typer.echo(f"page: {write_explore_page(out, {str(run): record_of(run) for run in named})}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs that a folder holds, or itself where it is one, or holds none."""
+    inside = [] if (folder / "record.jsonl").exists() else sorted(folder.glob("*/record.jsonl"))
+    return [record.parent for record in inside] or [folder]

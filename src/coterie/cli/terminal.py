@@ -54,9 +54,7 @@ def record_of(run: Path) -> Record:
     """Return the record of a run that is named by its folder or by its record."""
     path = run / "record.jsonl" if run.is_dir() else run
     if not path.exists() and (several := sorted(run.glob("*/record.jsonl"))):
-        raise DataError(
-            f"{run} holds a run for each user; name one of them, such as {several[0].parent}"
-        )
+        raise DataError(f"{run} holds several runs; name one of them, such as {several[0].parent}")
     if not path.exists():
         raise DataError(
             f"{run} holds no run: there is no {path}; name the folder that `coterie train --out`"

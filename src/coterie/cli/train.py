@@ -196,7 +196,7 @@ def _follow(others: Processes, table: TableOptions, how: FitOptions, where: Engi
 def _print_result(run: Run, title: str) -> None:
     """Print the verdict, the numbers beside those of the model trained alone, and whom the model listens to."""
     console = terminal.console()
-    console.print(run.verdict.sentence, highlight=False)
+    console.print(f"{run.verdict.sentence} {run.verdict.advice}", highlight=False)
     console.print(rich_table(title, beside_alone(run.record)))
     if who := listened_to(run.record.configuration, run.record.end):
         console.print(who, highlight=False)

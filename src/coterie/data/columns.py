@@ -44,10 +44,10 @@ def check_names(columns: Iterable[object], where: str = "the table") -> None:
     names = list(map(str, columns))
     for name in names:
         if names.count(name) > 1:
-            raise DataError(
-                f"{where} has {names.count(name)} columns called {name!r}; rename or drop all"
-                " but one"
-            )
+            remedy = "rename or drop all but one"
+            if not any(any(map(str.isalpha, each)) for each in names):
+                remedy = "the first line is data: name the columns with `header` (`--header a,b,…`)"
+            raise DataError(f"{where} has {names.count(name)} columns called {name!r}; {remedy}")
 
 
 def as_category(value: object) -> str:

@@ -273,8 +273,10 @@ ATTACKS: Mapping[str, Callable[[], Attack]] = {
 """Attacks by name, as the command line takes them."""
 
 
-def under_attack(attack: str, attackers: int) -> Callable[..., Attacked]:
-    """Return what makes the engine of a run in this process whose first peers attack.
+def under_attack(attack: str, attackers: int | Sequence[str]) -> Callable[..., Attacked]:
+    """Return what makes the engine of a run in this process some of whose peers attack.
+
+    They are given by name, or as many as are given are the first.
 
     Example:
         >>> import coterie
@@ -291,6 +293,8 @@ def under_attack(attack: str, attackers: int) -> Callable[..., Attacked]:
 
     def make(*about: Any, **settings: Any) -> Attacked:
         engine = InProcess(*about, **settings)
+        if not isinstance(attackers, int):
+            return Attacked(engine, attackers, ATTACKS[attack]())
         if not 1 <= attackers <= len(engine.names):
             raise KnobError(
                 f"`attackers` must be from 1 to {len(engine.names)}, the number of peers, got"

@@ -15,14 +15,17 @@ from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
 from coterie.reporting.charts import interval_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
-from coterie.reporting.run_page import HEADLINES, interval
+from coterie.reporting.run_page import interval
 from coterie.reporting.summary import length_of
-from coterie.reporting.verdict import difference, with_error
+from coterie.reporting.verdict import HEADLINES, difference, weight_of_peers, with_error
 from coterie.reporting.whom import weighs
 from coterie.training.run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+PEERS = " The last column is what models that follow peers have of the weight in the user's own."
 
 
 def write_everyone_page(
@@ -37,6 +40,9 @@ def write_everyone_page(
     what to whom, of `Runs.contributions`.
     """
     runs, gains = all_runs.runs, all_runs.gains
+    asked = {
+        name: share for name, run in runs.items() if (share := weight_of_peers(run.record.end))
+    }
     sections = [
         _gains(gains),
         *_beside_pooled(gains, runs),
@@ -45,12 +51,16 @@ def write_everyone_page(
             [
                 "Each row is a user: what each other user has of the weight of its peers, in per"
                 " cent. A row without numbers is a user who is served the model trained"
-                f" alone{_unweighed(runs)}."
+                f" alone{_unweighed(runs)}.{PEERS if asked else ''}"
             ],
-            charts=[heat_map(all_runs.weights)],
+            charts=[heat_map(all_runs.weights, asked)],
         ),
         *([] if given is None else [_contributed(given)]),
-        Section("Everybody", _others(all_runs), charts=[_links(gains, pages or {})]),
+        Section(
+            "Everybody",
+            [*_others(all_runs), *filter(None, [by_chance(gains)])],
+            charts=[_links(gains, pages or {})],
+        ),
         Section("What it cost each user", tables=[_costs(runs)], folded=True),
     ]
     title = f"A model for each of {len(runs)} users"
@@ -59,10 +69,11 @@ def write_everyone_page(
 
 def _contributed(given: "pd.DataFrame") -> Section:
     """Return the section of who gives and who takes."""
-    table = given.assign(**{"has of all": given.sum(axis=1)})
-    table.loc["gives all"] = table.sum()
+    table = given.assign(**{"from all": given.sum(axis=1)})
+    table.loc["to all"] = table.sum()
     rows = [
-        {"user": str(name), **{str(to): f"{value:+.3g}" for to, value in row.items()}}
+        {"user": str(name)}
+        | {str(to): "" if to == name else f"{value:+.3g}" for to, value in row.items()}
         for name, row in table.iterrows()
     ]
     text = [
@@ -131,7 +142,7 @@ def _gains(gains: list[Gain]) -> Section:
         return Section("Who gains", [f"{why}: there is no difference to show."])
     text = [
         "Differences to a model trained alone, on each user's held-out examples. A difference is"
-        f" clear where its line leaves out the mark; right of it is better. {by_chance(gains)}"
+        " clear where its line leaves out the mark; right of it is better."
     ]
     if alone := [gain.name for gain in gains if gain.verdict.finding == "alone"]:
         text.append(f"Served a model trained alone: {', '.join(alone)}.")
@@ -168,7 +179,8 @@ def _beside_pooled(gains: Sequence[Gain], runs: Mapping[str, Run]) -> list[Secti
     rows = [{key: row.get(key, "") for key in max(rows, key=len)} for row in rows]
     text = [
         "Loss on each user's test examples, of its model and of one that was trained on"
-        " everybody's training examples alike. The pooled model also serves users who are not here."
+        " everybody's training examples alike, and with who it is as a column. The pooled model"
+        " also serves users who are not here."
     ]
     return [Section("Why not one model for all?", text, [rows])] if rows else []
 
@@ -183,22 +195,25 @@ def _unweighed(runs: Mapping[str, Run]) -> str:
     return f", or whose rule gave no weights ({', '.join(names)})" if names else ""
 
 
-def heat_map(weights: "pd.DataFrame") -> str:
+def heat_map(weights: "pd.DataFrame", asked: Mapping[str, float] | None = None) -> str:
     """Return a matrix with names as a table whose cells have more colour where the share is larger.
+
+    `asked`: by row what peers have in all, a column of its own.
 
     Example:
         >>> import pandas as pd
         >>> heat_map(pd.DataFrame([[0.0, 1.0], [0.0, 0.0]], index=["a", "b"], columns=["a", "b"])).count("<td")
         4
     """
-    head = "".join(
-        f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in weights.columns
-    )
+    columns = [*weights.columns, *(["all peers"] if asked else [])]
+    head = "".join(f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in columns)
     rows = []
     for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True):
         cells = "".join(
             _cell(share, other == name) for share, other in zip(row, weights.columns, strict=True)
         )
+        if asked:
+            cells += f'<td class="own">{asked.get(name, 0.0):.0%}</td>'
         rows.append(f'<tr><th scope="row"><span>{escape(str(name))}</span></th>{cells}</tr>')
     return (
         '<div class="scroll"><table'

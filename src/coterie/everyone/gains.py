@@ -60,7 +60,7 @@ class Overall:
         (name, value), (other, alone) = self.worst, self.worst_alone
         return (
             f"{self.measure} against alone: {mean_in_words(self.mean, self.error, self.users)}; the"
-            f" worst-off is {name} with {value:.4g}, alone it would be {other} with {alone:.4g}"
+            f" worst is {value:.4g} ({name}), and {alone:.4g} ({other}) if everybody trains alone"
         )
 
 
@@ -125,7 +125,13 @@ def beside_pooled(gains: Sequence[Gain]) -> str:
     mean, error = mean_of(each)
     clear = abs(mean) > 2 * error
     which = ("better" if mean < 0 else "worse") if clear else "not clearly better or worse"
-    return f"A model for each is {which} than one pooled model for all: loss {mean_in_words(mean, error, len(each))}."
+    split = " On the first split." if any(_over_splits(gain) for gain in gains) else ""
+    numbers = mean_in_words(mean, error, len(each))
+    return f"A model for each is {which} than one pooled model for all: loss {numbers}.{split}"
+
+
+def _over_splits(gain: Gain) -> bool:
+    return gain.verdict.comparison is not None and bool(gain.verdict.comparison.splits)
 
 
 def mean_in_words(mean: float, error: float, users: int) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from coterie.recording.record import Record
 from coterie.reporting.charts import Points, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, write_page
-from coterie.reporting.run_page import HEADLINES, interval
+from coterie.reporting.run_page import interval
 from coterie.reporting.summary import length_of
-from coterie.reporting.verdict import verdict
+from coterie.reporting.verdict import HEADLINES, verdict
 from coterie.reporting.whom import whom_section
 
 CURVES = 6

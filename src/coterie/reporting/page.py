@@ -89,8 +89,19 @@ def _template() -> "Template":
         lstrip_blocks=True,
     )
     environment.filters["prose"] = prose
+    environment.filters["kinds"] = _kinds
     environment.filters["svg"] = lambda figure: Markup(svg(figure))  # noqa: S704  # our own drawing
     return environment.get_template("page.html")
+
+
+def _kinds(table: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """Return of each column whether it has words, which stand to the left, or numbers with errors."""
+    kinds = {}
+    for name in table[0]:
+        cells = [text for row in table if (text := str(row[name]))]
+        words = bool(cells) and all(cell[0].isalpha() for cell in cells)
+        kinds[name] = "words" if words else "error" if any("±" in cell for cell in cells) else ""
+    return kinds
 
 
 _THEMED = {

@@ -46,15 +46,15 @@ def verdict(
     """
     wga, bc, sure = choices["wga"], choices["bc"], sure_speedup(choices["wga"], steps, doubted)
     if sure > PAYS:
-        unless = (
-            ""
-            if doubted is None
-            else ", unless a bias is more than two standard errors above what was measured"
-        )
         first = (
-            f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {sure:.3g} times"
-            f" fewer steps than training alone{unless}."
+            f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs"
+            f" {wga.speedup:.3g} times fewer steps than training alone"
         )
+        if doubted is not None:
+            first += (
+                f" with biases as measured, {sure:.3g} times with all two standard errors larger"
+            )
+        first += "."
     elif wga.speedup > PAYS:
         first = (
             f"It is not known whether averaging pays: the speedup of {wga.speedup:.3g} takes biases"

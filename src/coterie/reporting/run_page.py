@@ -15,7 +15,7 @@ from coterie.reporting.charts import Interval, Points, interval_chart, line_char
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.phrases import cells, note, numbers, sure_speedup
 from coterie.reporting.summary import beside_alone, leaderboard, length_of, shown, summary
-from coterie.reporting.verdict import Finding, Verdict, difference, verdict
+from coterie.reporting.verdict import HEADLINES, Verdict, difference, verdict
 from coterie.reporting.verdict import interval as ends_of
 from coterie.reporting.whom import whom_section
 from coterie.theory import best_averaging, plan_for_peers
@@ -24,10 +24,10 @@ from coterie.theory.estimates import Estimates, Measured
 
 def details(record: Record, weight: float | None = None) -> list[Section]:
     """Return the folded sections of a run's page, as far as the record has something to say."""
+    stepwise = "exchanges" not in record.end.account
     return [
-        Section("How it was trained", summary(record, weight)[1:], folded=True),
-        *_curves(record),
-        *_weights(record),
+        Section("How it was trained", summary(record, weight)[2:], folded=True),
+        *(_curves(record) + _weights(record) if stepwise else []),
         *_leaderboard(record),
         *_constants(record),
         _peers(record),
@@ -177,32 +177,16 @@ def _peers(record: Record) -> Section:
 def _settings(record: Record) -> Section:
     """Return what the run was asked to do, and by which versions it was done."""
     asked = record.configuration
-    names = [
-        "rule",
-        "optimizer",
-        "scheduler",
-        "loss",
-        "model",
-        *settings_of(StepSettings),
-        "guard",
-        "capture",
-    ]
+    names = ["rule", "loss", "model", "guard"]
+    if "exchanges" in record.end.account:
+        names.append("seed")
+    else:
+        names += ["optimizer", "scheduler", *settings_of(StepSettings), "capture"]
     shown: dict[str, Any] = {name.replace("_", " "): getattr(asked, name) for name in names}
     rows = [
         {"setting": name, "value": value} for name, value in {**shown, **record.versions}.items()
     ]
     return Section("Settings and versions", tables=[rows], folded=True)
-
-
-HEADLINES: dict[Finding, str] = {
-    "better": "Better than alone",
-    "worse": "Worse than alone",
-    "mixed": "Better in one measure, worse in the other",
-    "unclear": "No clear difference to training alone",
-    "alone": "Trained alone",
-    "unknown": "Not compared with training alone",
-    "constant": "No better than a constant",
-}
 
 
 def write_run_page(
@@ -218,18 +202,6 @@ def write_run_page(
     )
 
 
-ADVICE: dict[Finding, str] = {
-    "better": "Use this model, and keep the peers.",
-    "worse": "Do not use this model: train alone, or leave out peers that do harm.",
-    "mixed": "Decide which of the two measures matters to you, and go by it.",
-    "unclear": "Either model will do; to know, test on more rows, or repeat the splits.",
-    "alone": "Use this model: nothing is gained from the peers here.",
-    "unknown": "Hold out test rows before you rely on it.",
-    "constant": "Do not use it: more rows, or columns that say more of the target, come first.",
-}
-"""What to do about a verdict, in one sentence."""
-
-
 def lead(record: Record) -> Lead:
     """Return what the page of a run says first: what was found, in two sentences, and what to do.
 
@@ -241,8 +213,7 @@ def lead(record: Record) -> Lead:
     claim, evidence = said.sentence, ""
     if cut > 0:
         claim, evidence = f"{said.sentence[:cut]}.", said.sentence
-    advice = ADVICE[said.finding]
-    return Lead(claim, HEADLINES[said.finding], said.finding, tiles, advice, evidence)
+    return Lead(claim, HEADLINES[said.finding], said.finding, tiles, said.advice, evidence)
 
 
 def _measured(said: Verdict, end: End) -> list[Tile]:

@@ -11,6 +11,11 @@ from coterie.reporting.verdict import difference, serves_alone, verdict
 from coterie.reporting.whom import listened_to
 from coterie.theory.estimates import Estimates
 
+NOT_CHECKED = (
+    "not checked: whether peers have rows of yours, which would make what is said too good; their"
+    " rows are elsewhere"
+)
+
 
 def summary(record: Record, weight: float | None = None) -> list[str]:
     """Return the lines of an ended run's summary, with the peers' weight in the last step where there is one."""
@@ -21,10 +26,9 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
         length += f" of {configuration.optimizer}"
     elif end.account["exchanges"]:
         length = f"in closed form by {length}"
-    lines = [
-        verdict(configuration, end).sentence,
-        f"{configuration.rule}, {peers}, {length}",
-    ]
+    said = verdict(configuration, end)
+    to_do = f"what to do: {said.advice}"
+    lines = [said.sentence, to_do, f"{configuration.rule}, {peers}, {length}"]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
     lines += [
@@ -32,8 +36,6 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     ]
     if board := leaderboard(end):
         lines.append("leaderboard: " + "; ".join(f"{row['']} {row['loss']}" for row in board))
-    if "advice" in end.account:
-        lines.append(end.account["advice"])
     if end.stopped:
         lines.append(f"stopped by {end.stopped} at step {end.step} of {configuration.steps}")
     lines.append(_validated(end))
@@ -44,6 +46,10 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     ):  # else it is that of a model not served
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
+    if configuration.peers and not str(configuration.engine.get("engine", "in process")).startswith(
+        "in process"
+    ):
+        lines.append(NOT_CHECKED)
     lines += _traffic(configuration.me.name, end.traffic) + promised(end)
     if end.left_out:
         counts = (

@@ -22,6 +22,29 @@ LEVEL = 0.05
 
 Finding = Literal["better", "worse", "mixed", "unclear", "alone", "unknown", "constant"]
 
+HEADLINES: dict[Finding, str] = {
+    "better": "Better than alone",
+    "worse": "Worse than alone",
+    "mixed": "Better in one measure, worse in the other",
+    "unclear": "No clear difference to training alone",
+    "alone": "Trained alone",
+    "unknown": "Not compared with training alone",
+    "constant": "No better than a constant",
+}
+
+ADVICE: dict[Finding, str] = {
+    "better": "Use this model, and keep the peers.",
+    "worse": "Do not use this model: train alone, or leave out peers that do harm.",
+    "mixed": "Decide which of the two measures matters to you, and go by it.",
+    "unclear": "Either model will do; to know, test on more rows, or repeat the splits.",
+    "alone": "Use this model: nothing is gained from the peers here.",
+    "unknown": "Hold out test rows before you rely on it.",
+    "constant": "Do not use it: more rows, or columns that say more of the target, come first.",
+}
+"""What to do about a verdict, in one sentence."""
+DOUBT = "Do not rely on it yet: more rows, or columns that say more of the target, come first."
+"""What to do where it is not clear that the model is better than a constant."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -32,6 +55,12 @@ class Verdict:
     comparison: Comparison | None = None  # what it rests on, where there is such a thing
     # in which measures it is clear, and whether better
     clear: Mapping[str, bool] = field(default_factory=dict)
+    doubtful: bool = False  # whether it may be no better than a constant
+
+    @property
+    def advice(self) -> str:
+        """What to do, in one sentence."""
+        return DOUBT if self.doubtful and self.finding != "worse" else ADVICE[self.finding]
 
     @property
     def measures(self) -> Mapping[str, Difference]:
@@ -45,9 +74,23 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     It is judged by the chosen metric and by the loss: on the test examples, else on validation
     examples or on own examples that the copies judged had not seen, and it says which.
     """
-    name = configuration.me.name
     if (none := _no_better_than_a_constant(configuration, end)) is not None:
         return none
+    found = _beside_alone(configuration, end)
+    line = end.account.get("leaderboard", {}).get("constant", {})
+    if "high" not in line or line["high"] < 0:
+        return found
+    doubt = (
+        " Nor is it clear that it is better than a constant: on own examples that were held out in"
+        f" turn, loss {line['difference']:+.2g}, by 95 % between {line['low']:+.2g} and"
+        f" {line['high']:+.2g}."
+    )
+    return replace(found, sentence=found.sentence + doubt, doubtful=True)
+
+
+def _beside_alone(configuration: Configuration, end: End) -> Verdict:
+    """Return the verdict beside the model trained alone, where what is served is no constant."""
+    name = configuration.me.name
     if asks_nobody(configuration):
         why = (
             "no peer was asked"
@@ -115,10 +158,15 @@ ALONE_LINES = (*ALONE_KINDS, "served")
 
 def serves_alone(end: End) -> bool:
     """Say whether what is served is the model trained alone beside the other."""
-    board = end.account.get("leaderboard", {})
-    asked = sum(one["weight"] for kind, one in board.items() if kind not in ALONE_LINES)
     by_guard = end.guard is not None and end.guard.served == "alone"
-    return by_guard or (bool(board) and asked < 0.005)
+    asked = weight_of_peers(end)
+    return by_guard or (asked is not None and asked < 0.005)
+
+
+def weight_of_peers(end: End) -> float | None:
+    """Return how much of a mixture is of models that follow peers; None where none is served."""
+    board = end.account.get("leaderboard")
+    return board and sum(one["weight"] for kind, one in board.items() if kind not in ALONE_LINES)
 
 
 def _learned(end: End, which: str, best: int | None) -> str:

@@ -9,7 +9,7 @@ from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import End
 from coterie.reporting.charts import Bar, Interval, bar_chart, interval_chart
 from coterie.reporting.page import Section
-from coterie.reporting.verdict import asks_nobody, serves_alone
+from coterie.reporting.verdict import asks_nobody, serves_alone, weight_of_peers
 
 SMALL = 0.001
 """A share that is smaller is not told in numbers."""
@@ -82,6 +82,12 @@ def whom_section(configuration: Configuration, end: End) -> Section:
         )
         return Section(title, [why])
     what = "Shares of the weight that the peers have together, in the model served."
+    asked = weight_of_peers(end)
+    if asked is not None and not serves_alone(end):
+        what += (
+            f" Models that follow peers have {_share(asked)} of the weight in it, those of the own"
+            f" rows alone {_share(1 - asked)}."
+        )
     return Section(title, [what], charts=[whom_chart(configuration, end)])
 
 
