@@ -44,14 +44,14 @@ def test_a_measured_run_has_the_bits_of_one_that_is_not(
         assert torch.equal(run.model.state_dict()[key], value)
 
 
-def test_alone_rules_without_knobs_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_rules_without_knobs_and_huge_models_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     users = users_with_validation()
 
     def trained(rule: Any, *, measure: bool | None = None) -> coterie.Run:
         model = nn.Linear(20, 1).double()
-        return coterie.train(
-            model, mse_loss, users[0], users[1:], rule, steps=2, measure=measure
-        )
+        return coterie.train(model, mse_loss, users[0], users[1:], rule, steps=2, measure=measure)
 
     for rule in (coterie.Alone(), coterie.AdaptiveAveraging()):  # which has no knobs
         assert not trained(rule).record.configuration.estimates
