@@ -79,7 +79,9 @@ class Loop:
     def advance(self, most: int) -> Mapping[int, Taken]:
         """Take a step in every run; at most so many in a single one whose steps are captured."""
         if self._count == 1:
-            blocks = self.each(lambda run: run.captured and run.take_block(run.captured, most))
+            blocks = self.each(
+                lambda run: None if run.captured is None else run.take_block(run.captured, most)
+            )
             taken = {place: block for place, block in blocks.items() if block is not None}
             if taken or not self.going:
                 return taken
