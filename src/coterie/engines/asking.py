@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from coterie.engines.capabilities import AsksAtPoints, Stackable
+from coterie.engines.capabilities import Asks, Stackable
 from coterie.engines.compression import Sketch, sketch_key
 from coterie.engines.engine import Answers, Engine, PeerEvidence, Question, combined
 from coterie.engines.in_process.engine import InProcess
@@ -240,7 +240,7 @@ class GradientsAtPoints:
         rows, sketched = bool(judged) and size is None, int(usable[:judged].sum()) if size else 0
         wanted = asked[usable]
         waiting: Callable[[], Answers] | None = None
-        if isinstance(self.engine, AsksAtPoints) and not wanted.isnan().all():
+        if isinstance(self.engine, Asks) and not wanted.isnan().all():
             sent = points[usable]
             buffers = self._buffers(sent)
             sending = Question(sent[:, : self.d], question.step, wanted, rows, sketched, buffers)

@@ -181,7 +181,7 @@ class ClientsElsewhere(Clients):
             question = Question(
                 points[places], step, weights, rows=True, work=part, batch_size=batch_size
             )
-            answers = self.peers.local_work(question)()
+            answers = self.peers.ask(question)()
             self.left_out |= answers.left_out
             for place, user in enumerate(group):
                 given[user - 1] = _row(answers, 0 if alike else place, user - 1, given[user - 1])

@@ -88,7 +88,7 @@ class _Formula:
         """Return user 0's gradient; nobody else's is asked for in this way."""
         return Gradients(own=x, own_loss=float(x.square().sum()) / 2)
 
-    def local_work(self, question: Question) -> NoReturn:
+    def ask(self, question: Question) -> NoReturn:
         """Refuse: in a rehearsal the peers' answers are not asked for one by one."""
         raise NotImplementedError
 
