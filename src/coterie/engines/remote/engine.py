@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from coterie.arguments import COUNT, POSITIVE, one_of
-from coterie.engines.compression import HALVES, Compress, Rounding, relative_error
+from coterie.arguments import COUNT, POSITIVE
+from coterie.engines.compression import COMPRESS, HALVES, Compress, Rounding, relative_error
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.remote.masked import MaskedGroups, SecureSums
@@ -32,7 +32,6 @@ from coterie.users.user import Loss, User, check_names
 
 logger = logging.getLogger(__name__)
 
-COMPRESS = one_of(*HALVES, None)
 """What numbers may be rounded to on the way."""
 
 
