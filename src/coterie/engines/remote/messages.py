@@ -162,7 +162,8 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     """Return the request in a message, for this peer's model, or what is wrong with it."""
     if not isinstance(message, dict):
         return "a request must have fields"
-    points, parameters = decoded(message.get("points")), peer.passes.parameters
+    sent, parameters = decoded(message.get("points")), peer.passes.parameters
+    points = None if sent is None else sent.to(parameters.device, parameters.dtype)
     if points is None or not is_finite(points):
         return f"a point must be {parameters.size} finite floating-point numbers"
     work = _read_work(message.get("work"), parameters)
@@ -178,7 +179,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     ):
         return "buffers must be arrays by name"
     return Request(
-        points.to(parameters.device, parameters.dtype),
+        points,
         **numbers,
         buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
         frozen=None if frozen is None else str(frozen),
