@@ -572,8 +572,8 @@ def _sentence(fitted: Fitted) -> str:
     guess = math.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
-            "a constant is served: nothing was better than it on the own examples (loss"
-            f" {guess:.4g})"
+            f"a constant is served; its loss is {guess:.4g} on own examples that were held out"
+            " in turn"
         )
     no_worse = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(
