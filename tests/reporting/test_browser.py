@@ -307,7 +307,9 @@ def test_hostile_names_are_text_on_the_live_page_and_in_every_part_of_one(
     section = Section(hostile, HOSTILE, [[row]], charts=charts)
     tiles = [Tile(name, name, name) for name in HOSTILE]
     lead = Lead(hostile, hostile, "", tiles, hostile, hostile)
-    write_page(tmp_path / "parts.html", hostile, [section, replace(section, folded=True)], lead=lead)
+    write_page(
+        tmp_path / "parts.html", hostile, [section, replace(section, folded=True)], lead=lead
+    )
     for name in (live.LIVE, "seen.html", "parts.html"):
         assert_text(browser, tmp_path / name, named=True)
 

@@ -78,7 +78,11 @@ def _versions() -> Finding:
         try:
             said += f", {name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
-            return Finding("versions", f"{said}, no {name}", "run the kit's `sh install.sh` again, without `venv`")
+            return Finding(
+                "versions",
+                f"{said}, no {name}",
+                "run the kit's `sh install.sh` again, without `venv`",
+            )
     return Finding("versions", said)
 
 
