@@ -25,7 +25,11 @@ Lie = Callable[[Array, np.random.Generator], Array]
 
 def _share(value: float) -> Lie:
     """Return a lie about the share alone, which all sums are divided by."""
-    return lambda honest, _: np.column_stack([np.full(len(honest), value), honest[:, 1:]])
+
+    def lie(honest: Array, _: np.random.Generator) -> Array:
+        return np.column_stack([np.full(len(honest), value), honest[:, 1:]])
+
+    return lie
 
 
 E_STEPS: dict[str, Lie] = {
@@ -37,7 +41,7 @@ E_STEPS: dict[str, Lie] = {
     "huge": lambda honest, _: np.full_like(honest, 1e300),
     "least": lambda honest, _: np.full_like(honest, -1.0),
     "nothing": lambda honest, _: np.zeros_like(honest),
-    "noise": lambda honest, rng: 2 * rng.random(size=honest.shape) - 1,
+    "noise": lambda honest, rng: rng.uniform(-1, 1, honest.shape),
     "turned round": lambda honest, _: -honest,
     "share -1": _share(-1.0),
     "share 0": _share(0.0),
