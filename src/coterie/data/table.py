@@ -74,8 +74,8 @@ class TableTask(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSettings(FileForm):
-    """What users are made of: a table, and what its columns are for."""
+class ColumnSettings(FileForm):
+    """What the columns of a table of one user are for."""
 
     data: Annotated[
         Any,
@@ -83,11 +83,7 @@ class TableSettings(FileForm):
             "A CSV or Parquet file or, in Python, a DataFrame; {user} in its name for a file each."
         ),
     ] = field(kw_only=False)
-    user_column: Annotated[str, Setting("The column that says whose row it is.")]
     target: Annotated[str, Setting("The column to predict.")]
-    features: Annotated[
-        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
-    ] = None
     drop: Annotated[
         Sequence[str],
         Setting("Columns not to predict from, such as what is known afterwards only."),
@@ -107,6 +103,27 @@ class TableSettings(FileForm):
             " prediction."
         ),
     ] = None
+    kind: Annotated[
+        Kind | Literal["auto"],
+        Setting(
+            "What the target is; auto tells by its values: text, booleans and up to 20 different"
+            " whole numbers are classes."
+        ),
+    ] = "auto"
+    own_examples: Annotated[
+        int | None,
+        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(ColumnSettings):
+    """What users are made of: a table, and what its columns are for."""
+
+    user_column: Annotated[str, Setting("The column that says whose row it is.")]
+    features: Annotated[
+        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
+    ] = None
     weights: Annotated[
         str | None,
         Setting(
@@ -121,18 +138,7 @@ class TableSettings(FileForm):
             " then those of classes that are equally frequent."
         ),
     ] = None
-    kind: Annotated[
-        Kind | Literal["auto"],
-        Setting(
-            "What the target is; auto tells by its values: text, booleans and up to 20 different"
-            " whole numbers are classes."
-        ),
-    ] = "auto"
     leave_out: Annotated[Sequence[object], Setting("Users to take no notice of.")] = ()
-    own_examples: Annotated[
-        int | None,
-        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
-    ] = None
     validation: Annotated[
         float | None,
         Setting(

@@ -13,7 +13,7 @@ from coterie.errors import few_of
 from coterie.everyone.gains import Gain, beside_pooled, by_chance, counted, overall
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
-from coterie.reporting.charts import interval_chart
+from coterie.reporting.charts import drawn, interval_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import HEADLINES, interval
 from coterie.reporting.summary import length_of
@@ -191,26 +191,11 @@ def heat_map(weights: "pd.DataFrame") -> str:
         >>> heat_map(pd.DataFrame([[0.0, 1.0], [0.0, 0.0]], index=["a", "b"], columns=["a", "b"])).count("<td")
         4
     """
-    head = "".join(
-        f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in weights.columns
-    )
-    rows = []
-    for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True):
-        cells = "".join(
-            _cell(share, other == name) for share, other in zip(row, weights.columns, strict=True)
-        )
-        rows.append(f'<tr><th scope="row"><span>{escape(str(name))}</span></th>{cells}</tr>')
-    return (
-        '<div class="scroll"><table'
-        f' class="heat"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
-    )
-
-
-def _cell(share: float, own: bool) -> str:
-    if own:
-        return '<td class="own"></td>'
-    text = f"{100 * share:.0f}" if share >= 0.005 else ""
-    return f'<td style="--share:{100 * share:.0f}%" title="{share:.1%}">{text}</td>'
+    rows = [
+        (name, list(zip(weights.columns, row, strict=True)))
+        for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True)
+    ]
+    return drawn("heat", names=list(weights.columns), rows=rows)
 
 
 def _others(all_runs: Runs) -> list[str]:
@@ -242,15 +227,17 @@ def _others(all_runs: Runs) -> list[str]:
 
 def _links(gains: list[Gain], pages: Mapping[str, str]) -> str:
     """Return a table with everybody's verdict, and a link to the page of its run."""
-    rows = []
-    for gain in gains:
-        name = escape(gain.name)
-        if gain.name in pages:
-            name = f'<a href="{quote(pages[gain.name])}">{name}</a>'
-        said = f"<b>{HEADLINES[gain.verdict.finding]}</b>. {escape(gain.verdict.sentence)}"
-        cells = f'<td><span class="name">{name}</span></td><td class="said">{said}</td>'
-        rows.append(f'<tr class="{gain.verdict.finding}">{cells}</tr>')
-    return f'<div class="scroll"><table class="everybody">{"".join(rows)}</table></div>'
+    rows = [
+        {
+            "name": gain.name,
+            "page": quote(pages.get(gain.name, "")),
+            "finding": gain.verdict.finding,
+            "headline": HEADLINES[gain.verdict.finding],
+            "sentence": gain.verdict.sentence,
+        }
+        for gain in gains
+    ]
+    return drawn("everybody", rows=rows)
 
 
 def _costs(runs: Mapping[str, Run]) -> list[dict[str, str]]:
