@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store
-from coterie.benchmark.conditions import CONDITIONS
-from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
+from coterie.benchmark.methods import BUDGET, PLAIN_RATES, RATES
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.totals import (
     ALONE,

@@ -14,7 +14,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
-from coterie.cli.options.flags import bare_flags
+from coterie.cli.options.groups import bare_flags
 from coterie.errors import CoterieError, not_installed
 from coterie.registry import IMPORTS, import_from_environment
 

@@ -26,7 +26,7 @@ from coterie.federation.settings import (
     lead_settings,
 )
 from coterie.methods import build
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import gradients_asked
 from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed

@@ -13,7 +13,7 @@ from coterie.errors import KnobError
 from coterie.paper.series import Line
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, best_alpha
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 

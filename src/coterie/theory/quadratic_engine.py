@@ -18,7 +18,7 @@ from coterie.engines.engine import Answers, Capabilities, LocalWork, Question
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, weighted_sum
 from coterie.recording.costs import Traffic
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.users.sampling import random_key
 
 PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]

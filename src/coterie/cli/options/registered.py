@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from coterie.aggregators import AGGREGATORS, Aggregator
 from coterie.arguments import settings_of
-from coterie.cli.options.flags import bare_flags
+from coterie.cli.options.groups import bare_flags
 from coterie.data.table import ColumnSettings
 from coterie.errors import KnobError, did_you_mean
 from coterie.evaluation import METRICS
