@@ -66,13 +66,11 @@ class Tuning:
     def __init__(
         self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int
     ) -> None:
-        self.task, self.model, self.steps, self.batch_size, self.seed = (
-            task,
-            model,
-            steps,
-            batch_size,
-            seed,
-        )
+        self.task = task
+        self.model = model
+        self.steps = steps
+        self.batch_size = batch_size
+        self.seed = seed
         self.regression = task.n_outputs == 1
         self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         self.me = copy.copy(task.me)

@@ -276,11 +276,9 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
     if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
         return "classification"
     values = np.unique(target.to_numpy(dtype=float))
-    return (
-        "classification"
-        if len(values) <= MAX_CLASSES and np.all(values == values.round())
-        else "regression"
-    )
+    if len(values) <= MAX_CLASSES and np.all(values == values.round()):
+        return "classification"
+    return "regression"
 
 
 LEAST_COPIES, MORE = 3, 5

@@ -89,8 +89,7 @@ class ColumnSettings(FileForm):
         Setting("Columns not to predict from, such as what is known afterwards only."),
     ] = ()
     categorical: Annotated[
-        Sequence[str],
-        Setting("Columns of numbers to treat as categories; text always is one."),
+        Sequence[str], Setting("Columns of numbers to treat as categories; text always is one.")
     ] = ()
     dates: Annotated[
         Sequence[str],

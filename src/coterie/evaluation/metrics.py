@@ -80,9 +80,8 @@ def accuracy(outputs: Any, targets: Tensor, weights: Tensor | None = None) -> fl
 
 def _accuracy(outputs: Any, targets: Tensor, ignored: int, weights: Tensor | None = None) -> float:
     outputs = outputs if isinstance(outputs, Tensor) else outputs.logits
-    if (
-        targets.is_floating_point() and targets.shape == outputs.shape
-    ):  # probabilities of the classes
+    # probabilities of the classes
+    if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(1)
     largest = outputs.argmax(1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else -1)
     right = (largest == targets).double()

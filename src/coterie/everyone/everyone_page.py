@@ -139,10 +139,7 @@ def _gains(gains: list[Gain]) -> Section:
     for key in compared[0].measures:
         ordered = [
             interval(
-                gain.name,
-                gain.measures[key],
-                gain.verdict.clear.get(key),
-                gain.verdict.comparison,
+                gain.name, gain.measures[key], gain.verdict.clear.get(key), gain.verdict.comparison
             )
             for gain in compared
             if key in gain.measures

@@ -38,11 +38,9 @@ class Gain:
 
         Nothing where the model trained alone is served.
         """
-        return (
-            {}
-            if self.verdict.finding == "alone"
-            else {k: difference(one) for k, one in self.measures.items()}
-        )
+        if self.verdict.finding == "alone":
+            return {}
+        return {k: difference(one) for k, one in self.measures.items()}
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,8 @@ class EveryoneSpec(RunSettings):
     def runs(self) -> list[RunSpec]:
         """Return each user's run, in which nobody is a peer yet."""
         check_names([user.name for user in self.users])
-        rules, settings = (
-            _rules(self.rule, self.users),
-            {each.name: getattr(self, each.name) for each in fields(RunSettings)},
-        )
+        rules = _rules(self.rule, self.users)
+        settings = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
         return [
             RunSpec(self.model, self.loss, me, (), rules[me.name], **settings) for me in self.users
         ]

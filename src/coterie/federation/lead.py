@@ -18,13 +18,7 @@ from coterie.engines.remote.sites import Sites
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.live import LivePage
 from coterie.federation.participants import Participant, lead_participant
-from coterie.federation.settings import (
-    FILE,
-    MIXTURE,
-    LeadSettings,
-    MessageSettings,
-    lead_settings,
-)
+from coterie.federation.settings import FILE, MIXTURE, LeadSettings, MessageSettings, lead_settings
 from coterie.methods import build
 from coterie.methods.elsewhere import gradients_asked
 from coterie.methods.rounds import Method

@@ -135,10 +135,8 @@ def _known(rows: Any, data: Data, preparation: Preparation) -> Any:
     One of another kind changes no other.
     """
     if preparation.classes:
-        values, by_text = (
-            rows[data.target],
-            {as_category(each): each for each in preparation.classes},
-        )
+        values = rows[data.target]
+        by_text = {as_category(each): each for each in preparation.classes}
         named = values.map(lambda value: by_text.get(as_category(value), value))
         rows = rows.assign(**{data.target: values.where(values.isin(preparation.classes), named)})
         rows = rows[rows[data.target].isin(preparation.classes)]

@@ -119,10 +119,8 @@ class RunWatch:
         points = Record.load(self._record).points if self._record.exists() else []
         if not points:
             return
-        last, losses = (
-            points[-1],
-            [point.validation["loss"] for point in points if point.validation],
-        )
+        last = points[-1]
+        losses = [point.validation["loss"] for point in points if point.validation]
         loss, weight = (
             math.nan if value is None else value for value in (last.own_loss, last.weight)
         )

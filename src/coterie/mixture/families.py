@@ -68,11 +68,9 @@ class Family:
         if self.name == "softmax" and targets.ndim == 1:
             whole = "int" in str(targets.dtype)
             return whole and bool(((targets >= 0) & (targets < outputs)).all())
-        return (
-            targets.size == len(targets) * outputs
-            if isinstance(targets, np.ndarray)
-            else (int(targets.numel()) == len(targets) * outputs)
-        )
+        if isinstance(targets, np.ndarray):
+            return targets.size == len(targets) * outputs
+        return int(targets.numel()) == len(targets) * outputs
 
     def told(self, outputs: Array, targets: Array) -> Array:
         """Return the losses as torch has them: the mean over outputs, and e² in the place of e²/2.

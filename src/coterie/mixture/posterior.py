@@ -167,11 +167,9 @@ def _minimise(
     """
     result = np.array(priors.mean)
     left = np.arange(result.shape[1])  # the problems that go on
-    mean, root, targets = (
-        priors.mean,
-        np.sqrt(priors.variance),
-        targets_of(rows, result.shape[1]),
-    )
+    mean = priors.mean
+    root = np.sqrt(priors.variance)
+    targets = targets_of(rows, result.shape[1])
     together = rows.inputs.ndim > 2  # then those that are done stand still
     z = np.zeros_like(mean)
 

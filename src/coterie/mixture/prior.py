@@ -243,13 +243,7 @@ def _pooled(
 
 
 def _joint(
-    own: OwnRows,
-    family: Family,
-    weights: Array,
-    pooled: Array,
-    *,
-    units: Units,
-    intercept: bool,
+    own: OwnRows, family: Family, weights: Array, pooled: Array, *, units: Units, intercept: bool
 ) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Fit own and peers' rows together, beside an intercept of user 0's own, if there is one.
 

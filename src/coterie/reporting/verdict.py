@@ -153,11 +153,9 @@ def chance(one: Difference, examples: int) -> float:
     if not one.difference or not math.isfinite(one.error) or examples < 2:
         return 1.0
     least = 2.0 ** (1 - examples)
-    return (
-        max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error)))
-        if one.error
-        else least
-    )
+    if one.error:
+        return max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error)))
+    return least
 
 
 def interval(one: Difference, examples: int, measures: int = 1) -> tuple[float, float]:
@@ -292,11 +290,9 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
     """Return the comparison in loss by own examples in turn."""
     if "difference" not in account:
         return None
-    n, ours, difference = (
-        int(str(configuration.me.examples)),
-        account["out_of_fold"],
-        account["difference"],
-    )
+    n = int(str(configuration.me.examples))
+    ours = account["out_of_fold"]
+    difference = account["difference"]
     on = f"{n} own examples, each by models that were fitted and mixed without it"
     loss = Difference(
         ours=ours,

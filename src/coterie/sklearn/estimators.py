@@ -123,10 +123,7 @@ class GroupEstimator(BaseEstimator):
             validation=(0.0 if closed else 0.2) if self.validation is None else self.validation,
             seed=self._seed(),
             weights=weights,
-            **{
-                "steps": StepSettings.steps if self.steps is None else self.steps,
-                "lr": self.lr,
-            },
+            **{"steps": StepSettings.steps if self.steps is None else self.steps, "lr": self.lr},
             batch_size=self.batch_size,
         )
         return self

@@ -245,11 +245,9 @@ def _preparation(agreed: Mapping[str, Any], model: str | None) -> Preparation:
 
 def here(device: str) -> str:
     """Return this process's own GPU where torchrun started several on one machine, and `device` elsewhere."""
-    return (
-        f"cuda:{os.environ['LOCAL_RANK']}"
-        if device == "cuda" and "LOCAL_RANK" in os.environ
-        else device
-    )
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return device
 
 
 def part_of(

@@ -85,19 +85,15 @@ class Share:
         if not rows:
             return cls(math.nan, math.nan, math.nan)
         z, p = float(special.ndtri(0.975)), right / rows
-        centre, reach = (
-            p + z**2 / (2 * rows),
-            z * math.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2)),
-        )
+        centre = p + z**2 / (2 * rows)
+        reach = z * math.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2))
         whole = 1 + z**2 / rows
         return cls(p, (centre - reach) / whole, (centre + reach) / whole)
 
     def __str__(self) -> str:
-        return (
-            "–"
-            if math.isnan(self.value)
-            else f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
-        )
+        if math.isnan(self.value):
+            return "–"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,8 @@ class Command(TyperCommand):
                     else option.help
                 )
         super().format_help(ctx, formatter)
-        for option, text in zip(
-            options, texts, strict=True
-        ):  # more may be registered before the next time
+        # more may be registered before the next time
+        for option, text in zip(options, texts, strict=True):
             option.help = text
 
 
@@ -135,9 +134,8 @@ def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
     except NameError:  # a type that is known to type checkers alone
         hint = Any
     kinds = _members(hint)
-    for kind in sorted(
-        kinds, key=lambda kind: kind is not type(None)
-    ):  # `none` names no aggregator
+    # `none` names no aggregator
+    for kind in sorted(kinds, key=lambda kind: kind is not type(None)):
         try:
             return _read(kind, text)
         except KnobError:

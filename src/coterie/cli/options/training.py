@@ -245,10 +245,7 @@ class EngineOptions:
     ] = 1
 
     def __post_init__(self) -> None:
-        options: dict[str, Any] = {
-            "compress": self.compress,
-            "timeout": self.timeout,
-        }
+        options: dict[str, Any] = {"compress": self.compress, "timeout": self.timeout}
         options |= {"secure-sums": self.secure_sums}
         given = [f"`--{name}`" for name, value in options.items() if value]
         if self.engine != "torch" and given:

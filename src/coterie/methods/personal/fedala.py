@@ -62,9 +62,8 @@ class FedALA(LocalSteps):
         """Return the state after a round."""
         x, share, step = state["x"], state["share"], state["step"]
         lacking = state["common"] - x
-        for _ in range(
-            self.weight_steps
-        ):  # before the first round lacking is 0, and nothing is learned
+        # before the first round lacking is 0, and nothing is learned
+        for _ in range(self.weight_steps):
             gradient = users.gradients(x + lacking * share, step)
             share = users.moved((share - self.weight_lr * gradient * lacking).clamp(0, 1), share)
         points = users.local_steps(x + lacking * share, step + 1, self.local_steps, lr=lr)
