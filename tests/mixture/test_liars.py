@@ -64,7 +64,7 @@ def test_a_liar_costs_the_collaboration_at_most(lie: str, peers: int) -> None:
     alone = fit_here(*own, [], SQUARED)
     inputs = np.column_stack([x, np.ones(len(x))])
     loss, without = (
-        float(SQUARED.told(inputs @ one.served.parameters, y[:, None]).mean())
+        float(SQUARED.reported_losses(inputs @ one.served.parameters, y[:, None]).mean())
         for one in (found, alone)
     )
     assert loss < without + 0.1

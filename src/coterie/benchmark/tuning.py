@@ -103,8 +103,8 @@ class Tuning:
     def prepare(self, settings: Sequence[MethodSetting]) -> None:
         """Train these settings where they are not trained yet, as many at once as can be."""
         first = [setting.start or setting for setting in settings]
-        for some in (first, settings):  # a start is chosen before what starts from it
-            pairs = dict.fromkeys((setting, lr) for setting in some for lr in setting.lrs)
+        for group in (first, settings):  # a start is chosen before what starts from it
+            pairs = dict.fromkeys((setting, lr) for setting in group for lr in setting.lrs)
             self._train_together([pair for pair in pairs if pair not in self._trials])
 
     def trial(self, setting: MethodSetting, lr: float) -> Trial:

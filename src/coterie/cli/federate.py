@@ -153,8 +153,8 @@ def init(
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
     steps = {name: value for name, value in vars(run).items() if name != "model"}
-    given = any(steps[each.name] != each.default for each in fields(StepSettings))
-    linear = run.model == "linear" and not (given or who.everyone or messages.secure_sums)
+    stepwise = any(steps[each.name] != each.default for each in fields(StepSettings))
+    linear = run.model == "linear" and not (stepwise or who.everyone or messages.secure_sums)
     training = Training(**rule.settings(linear=linear), **steps, **vars(messages))
     own = Data(
         table=str(table.data.absolute()),

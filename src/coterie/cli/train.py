@@ -25,7 +25,7 @@ from coterie.recording.record import Record
 from coterie.registry import RunFacts
 from coterie.reporting.run_page import HEADLINES
 from coterie.reporting.summary import beside_alone
-from coterie.reporting.whom import heard, listened_to, weighs
+from coterie.reporting.whom import listened_to, peer_shares, weighs
 from coterie.tables import cluster
 from coterie.training.run import Run, Stopped
 
@@ -289,19 +289,19 @@ def _rows_of(runs: Runs) -> list[dict[str, str]]:
     rows = []
     for gain in runs.gains:
         record = runs.runs[gain.name].record
-        told = gain.told()
+        differences = gain.differences()
         rows.append(
             {"user": gain.name, "verdict": HEADLINES[gain.verdict.finding]}
-            | {f"{name}, against alone": told.get(name, "") for name in measures}
-            | {"listens to": _heard(record)}
+            | {f"{name}, against alone": differences.get(name, "") for name in measures}
+            | {"listens to": _listened_to(record)}
         )
     return rows
 
 
-def _heard(record: Record) -> str:
+def _listened_to(record: Record) -> str:
     """Name those with most of the peers' weight, or say that there are none, or that it is not known."""
     if not weighs(record.configuration, record.end):
         return "no weights"
-    peers = heard(record.configuration, record.end)
-    some = [f"{peer.name} {peer.share:.0%}" for peer in peers if peer.share >= LEAST]
-    return ", ".join(some[:NAMED] or ["nobody"]) + (" …" if len(some) > NAMED else "")
+    peers = peer_shares(record.configuration, record.end)
+    named = [f"{peer.name} {peer.share:.0%}" for peer in peers if peer.share >= LEAST]
+    return ", ".join(named[:NAMED] or ["nobody"]) + (" …" if len(named) > NAMED else "")

@@ -241,8 +241,8 @@ def from_table(settings: OneUserSettings) -> TableTask:
             stacklevel=2,
         )
     sizes = preparation.n_inputs, preparation.n_outputs
-    told = left_out | {name: f"in part: {said}" for name, said in copies.items()}
-    return TableTask(mine, peers, *sizes, preparation, target, parts[2], told)
+    reported = left_out | {name: f"in part: {said}" for name, said in copies.items()}
+    return TableTask(mine, peers, *sizes, preparation, target, parts[2], reported)
 
 
 def _peers(

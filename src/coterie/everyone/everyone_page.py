@@ -29,7 +29,7 @@ def write_everyone_page(
     path: Path,
     all_runs: Runs,
     pages: Mapping[str, str] | None = None,
-    given: "pd.DataFrame | None" = None,
+    contributions: "pd.DataFrame | None" = None,
 ) -> Path:
     """Write the page to one HTML file that needs nothing else, and return its path.
 
@@ -49,7 +49,7 @@ def write_everyone_page(
             ],
             charts=[heat_map(all_runs.weights)],
         ),
-        *([] if given is None else [_contributed(given)]),
+        *([] if contributions is None else [_contributed(contributions)]),
         Section("Everybody", _others(all_runs), charts=[_links(gains, pages or {})]),
         Section("What it cost each user", tables=[_costs(runs)], folded=True),
     ]
@@ -57,9 +57,9 @@ def write_everyone_page(
     return write_page(path, title, sections, lead=_lead(gains, runs))
 
 
-def _contributed(given: "pd.DataFrame") -> Section:
+def _contributed(contributions: "pd.DataFrame") -> Section:
     """Return the section of who gives and who takes."""
-    table = given.assign(**{"has of all": given.sum(axis=1)})
+    table = contributions.assign(**{"has of all": contributions.sum(axis=1)})
     table.loc["gives all"] = table.sum()
     rows = [
         {"user": str(name), **{str(to): f"{value:+.3g}" for to, value in row.items()}}
@@ -200,11 +200,11 @@ def _others(all_runs: Runs) -> list[str]:
 
     Of the pooled model, and of users who have none.
     """
-    told = [
+    notes = [
         f"{name} joined later, and began from {whose}."
         for name, whose in all_runs.began_from.items()
     ]
-    told += [f"{name}: {why}." for name, why in all_runs.not_trained.items()]
+    notes += [f"{name}: {why}." for name, why in all_runs.not_trained.items()]
     if all_runs.pooled is not None:
         end = all_runs.pooled.record.end
         numbers = ", ".join(
@@ -215,11 +215,11 @@ def _others(all_runs: Runs) -> list[str]:
             if numbers
             else ""
         )
-        told.append(
+        notes.append(
             "The pooled model, for users who are not here, was trained on all training examples"
             f" alike.{of_all}"
         )
-    return told
+    return notes
 
 
 def _links(gains: list[Gain], pages: Mapping[str, str]) -> str:

@@ -33,7 +33,7 @@ class Gain:
     # the loss on test examples beside that of the pooled model ("alone" in it), where there is one
     beside_pooled: Difference | None = None
 
-    def told(self) -> dict[str, str]:
+    def differences(self) -> dict[str, str]:
         """Return the differences with their standard errors.
 
         Nothing where the model trained alone is served.

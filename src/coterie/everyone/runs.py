@@ -28,7 +28,7 @@ from coterie.learners.spec import RunSpec
 from coterie.mixture.contributions import Contribution
 from coterie.recording.claim import claimed
 from coterie.recording.result import Difference
-from coterie.reporting.whom import heard
+from coterie.reporting.whom import peer_shares
 from coterie.training.run import Run, Stopped
 from coterie.training.setup import check
 from coterie.training.train import train_spec
@@ -76,7 +76,8 @@ class Runs:
         rows = []
         for run in self.runs.values():
             shares = {
-                peer.name: peer.share for peer in heard(run.record.configuration, run.record.end)
+                peer.name: peer.share
+                for peer in peer_shares(run.record.configuration, run.record.end)
             }
             rows.append([shares.get(name, 0.0) for name in names])
         return pd.DataFrame(rows, index=names, columns=names)
@@ -156,12 +157,15 @@ class Runs:
         return write_everyone_page(Path(path), self)
 
 
-def gifts(given: Mapping[str, Mapping[str, Contribution]]) -> "pd.DataFrame":
+def gifts(contributions: Mapping[str, Mapping[str, Contribution]]) -> "pd.DataFrame":
     """Return a row for each user, of the Shapley values that others have for it."""
     import pandas as pd
 
-    values = [[one[k].shapley.value if k in one else 0.0 for k in given] for one in given.values()]
-    return pd.DataFrame(values, index=list(given), columns=list(given))
+    values = [
+        [one[k].shapley.value if k in one else 0.0 for k in contributions]
+        for one in contributions.values()
+    ]
+    return pd.DataFrame(values, index=list(contributions), columns=list(contributions))
 
 
 POOLED = "the pooled model"

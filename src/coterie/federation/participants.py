@@ -111,7 +111,7 @@ def lead_task(
 
 def _rows(folder: Path, data: Data) -> Any:
     rows = read_table(folder / data.table, **data.form)
-    if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
+    if absent := [column for column in data.columns.values() if column not in rows.columns]:
         raise DataError(
             f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of"
             f" {FILE}; it has {few_of(rows.columns)}{did_you_mean(absent[0], rows.columns)}"

@@ -157,8 +157,8 @@ class SiteWatch:
             if site := line.get("sum_with"):
                 self.screen.line(f"masked sums with {site}, whose key is {line.get('fingerprint')}")
             if site := line.get("calls_with"):
-                told = f"{site}, seen for the first time, has the key {line.get('fingerprint')}"
-                self.screen.line(f"{told}: compare it by telephone, and write it under [keys]")
+                noted = f"{site}, seen for the first time, has the key {line.get('fingerprint')}"
+                self.screen.line(f"{noted}: compare it by telephone, and write it under [keys]")
         lines = [line for line in lines if "fingerprint" not in line]
         if lines:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"

@@ -80,10 +80,10 @@ class ClientsElsewhere(Clients):
         As many as the mean of the others where it is not known.
         """
         known = self.asked.capabilities.examples
-        told = [
+        sizes = [
             float(known[name] or math.nan) if name in known else math.nan for name in self.names
         ]
-        counts = torch.tensor(told, dtype=torch.float64)
+        counts = torch.tensor(sizes, dtype=torch.float64)
         counts = counts.nan_to_num(nan=float(counts.nanmean()))
         return counts.to(self.own.parameters.device, self.own.parameters.dtype)
 
@@ -168,7 +168,7 @@ class ClientsElsewhere(Clients):
         asked: list[int],
     ) -> Tensor:
         """Ask the peers at these places among all users, and return a row for each peer."""
-        given = torch.zeros_like(points[1:])
+        answered = torch.zeros_like(points[1:])
         alike = bool((points[1:] == points[1]).all()) and (work is None or work.add is None)
         groups = (
             [asked]
@@ -187,8 +187,10 @@ class ClientsElsewhere(Clients):
             answers = self.peers.local_work(question)()
             self.left_out |= answers.left_out
             for place, user in enumerate(group):
-                given[user - 1] = _row(answers, 0 if alike else place, user - 1, given[user - 1])
-        return given
+                answered[user - 1] = _row(
+                    answers, 0 if alike else place, user - 1, answered[user - 1]
+                )
+        return answered
 
 
 def _row(answers: Answers, place: int, peer: int, otherwise: Tensor) -> Tensor:
@@ -242,9 +244,9 @@ class _Rehearsed(ClientsElsewhere):
         asked: list[int],
     ) -> Tensor:
         """Return what the peers at these places give, and zeros for the others."""
-        given, places = torch.zeros_like(points), torch.tensor(asked)
-        given[places] = points[places] - places[:, None]
-        return given[1:].nan_to_num_(0.0, 0.0, 0.0)
+        answered, places = torch.zeros_like(points), torch.tensor(asked)
+        answered[places] = points[places] - places[:, None]
+        return answered[1:].nan_to_num_(0.0, 0.0, 0.0)
 
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's losses by its formula."""

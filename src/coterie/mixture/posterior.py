@@ -129,8 +129,8 @@ def posterior(
     """
     if family.is_squared:
         return _solve(rows, priors, seen / priors.noise)
-    how: dict[str, Any] = {"tolerance": tolerance, "iterations": iterations}
-    at = most_probable(rows, family, priors, seen, **how)
+    settings: dict[str, Any] = {"tolerance": tolerance, "iterations": iterations}
+    at = most_probable(rows, family, priors, seen, **settings)
     curvature = family.curvature(family.predict(outputs_of(rows.inputs, at))) * seen[..., None]
     return at, 1 / (back_to_parameters(np.square(rows.inputs), curvature) + 1 / priors.variance)
 

@@ -80,8 +80,8 @@ class MixedPredictions(nn.Module):
         self.parts = nn.ModuleList(distinct)
         self.family = family
         place = {id(part): index for index, part in enumerate(distinct)}
-        given = torch.as_tensor(list(weights), dtype=torch.float64)
-        self.register_buffer("weights", (given / given.sum()).float())
+        shares = torch.as_tensor(list(weights), dtype=torch.float64)
+        self.register_buffer("weights", (shares / shares.sum()).float())
         self.register_buffer(
             "temperatures", torch.tensor([float(one.temperature) for one in predictors])
         )

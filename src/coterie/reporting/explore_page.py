@@ -82,8 +82,8 @@ def _against_alone(records: Mapping[str, Record]) -> list[Section]:
             shown = interval(f"{name}, {measure}", one, said.clear.get(measure), said.comparison)
             intervals.setdefault(measure, []).append(shown)
     charts = [
-        interval_chart(some, f"difference to alone in {measure}")
-        for measure, some in intervals.items()
+        interval_chart(group, f"difference to alone in {measure}")
+        for measure, group in intervals.items()
     ]
     if charts:
         return [Section("Against training alone", ["Right of the mark is better."], charts=charts)]

@@ -103,9 +103,9 @@ class GroupEstimator(BaseEstimator):
         if sample_weight is not None:
             weights = unused("weight", rows)
             rows[weights] = sample_weight
-        given = (self.rule, self.steps, self.lr, sample_weight)
+        settings = (self.rule, self.steps, self.lr, sample_weight)
         trees: Literal[True, "only"] = "only" if self.module == "trees" else True
-        closed = self.module in (None, "trees") and all(each is None for each in given)
+        closed = self.module in (None, "trees") and all(each is None for each in settings)
         if self.module == "trees" and not closed:
             raise KnobError(
                 '`module="trees"` takes no steps: leave out `rule`, `steps`, `lr` and'

@@ -247,9 +247,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         options: dict[str, Any] = {"compress": self.compress, "timeout": self.timeout}
         options |= {"secure-sums": self.secure_sums}
-        given = [f"`--{name}`" for name, value in options.items() if value]
-        if self.engine != "torch" and given:
-            raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
+        refused = [f"`--{name}`" for name, value in options.items() if value]
+        if self.engine != "torch" and refused:
+            raise KnobError(f"{refused[0]} has no effect without `--engine torch`; leave it out")
         if self.attack is None:
             check_effect(self, ("attackers",), "--attack")
         elif self.engine == "torch":
@@ -261,11 +261,11 @@ class EngineOptions:
 
     def over(self, processes: Processes, *, everyone: bool) -> Any:
         """Return what makes the engine of a run, over processes of which one trains, or all do."""
-        how: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
-        how |= {"processes": processes} | ({"timeout": self.timeout} if self.timeout else {})
+        settings: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
+        settings |= {"processes": processes} | ({"timeout": self.timeout} if self.timeout else {})
         if not everyone:
-            return functools.partial(TorchDistributed, **how)
-        return functools.partial(Mutual, sums=SumsOnly() if self.secure_sums else None, **how)
+            return functools.partial(TorchDistributed, **settings)
+        return functools.partial(Mutual, sums=SumsOnly() if self.secure_sums else None, **settings)
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:
