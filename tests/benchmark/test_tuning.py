@@ -14,15 +14,8 @@ from tests.support.examples import everything
 from tests.support.populations import make, parts, people, rows_of
 from torch.optim.lr_scheduler import LinearLR
 
-from coterie.benchmark.methods import (
-    BUDGET,
-    RATES,
-    Contender,
-    Fixed,
-    MethodSetting,
-    contender,
-    names,
-)
+from coterie.benchmark.contenders import BUDGET, RATES, Contender, Fixed, MethodSetting
+from coterie.benchmark.methods import contender, names
 from coterie.benchmark.networks import MODELS
 from coterie.benchmark.population import Population
 from coterie.benchmark.tasks import SetTask

@@ -1,7 +1,7 @@
 """The benchmark: methods × sets of real users × conditions × users × seeds, resumable and in parallel."""
 
 from coterie.benchmark.cells import Cell, Selection, Store
-from coterie.benchmark.methods import Contender, MethodSetting
+from coterie.benchmark.contenders import Contender, MethodSetting
 from coterie.benchmark.population import Population
 from coterie.benchmark.results import in_short, write_results
 from coterie.benchmark.running import measure_cells, run

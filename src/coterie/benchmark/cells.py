@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import coterie
-from coterie.benchmark.methods import RATES, Contender, contender, names
+from coterie.benchmark.contenders import RATES, Contender
+from coterie.benchmark.methods import contender, names
 from coterie.benchmark.networks import MODELS
 from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS, UserSet, load

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store
-from coterie.benchmark.methods import BUDGET, PLAIN_RATES, RATES
+from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
 from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.totals import (

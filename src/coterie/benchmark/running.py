@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.benchmark.cells import Cell, Selection, Store
-from coterie.benchmark.methods import DEFAULT, Contender
+from coterie.benchmark.contenders import Contender
+from coterie.benchmark.methods import DEFAULT
 from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.results import write_results
 from coterie.benchmark.sets import UserSet, load

@@ -14,7 +14,7 @@ from torch.nn.utils import vector_to_parameters
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
-from coterie.benchmark.methods import RATES, Fixed, Knobs, MethodSetting
+from coterie.benchmark.contenders import RATES, Fixed, Knobs, MethodSetting
 from coterie.benchmark.tasks import SetTask
 from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
