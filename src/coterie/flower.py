@@ -155,13 +155,13 @@ class FlowerGrid:
         """Wait for the SuperNodes, ask for their names, and return the engine."""
         names, seconds = self._named()
         sites = FlowerSites(self.grid, names)
-        how: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "batch_size": batch_size,
             "seed": seed,
             "timeout": self.timeout,
             **self.knobs,
         }
-        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **how)
+        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **settings)
         engine.exchange_seconds, engine.longest = seconds, self.longest
         return engine
 
@@ -177,10 +177,10 @@ class FlowerGrid:
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
         began = time.monotonic()
-        told = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
+        replies = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
         seconds = time.monotonic() - began
         names: dict[str, int] = {}
-        for node, reply in sorted(told.items()):
+        for node, reply in sorted(replies.items()):
             name = reply.get("name") if isinstance(reply, dict) else None
             if not isinstance(name, str) or name in names:
                 raise DataError(

@@ -31,7 +31,7 @@ from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import ADVICE
 from coterie.reporting.verdict import difference
-from coterie.reporting.whom import heard
+from coterie.reporting.whom import peer_shares
 from coterie.theory import Constants
 
 PLACES = {"light": (1100, 820), "dark": (1100, 820), "phone": (390, 844)}
@@ -112,7 +112,7 @@ def test_the_first_screen_is_the_record_and_details_fold(
         assert shown.texts(".tile strong")[:2] == [
             difference(one) for one in run.verdict.measures.values()
         ]
-    names = [peer.name for peer in heard(run.record.configuration, end)]
+    names = [peer.name for peer in peer_shares(run.record.configuration, end)]
     bars = shown.texts("section:first-of-type .bar")
     assert [bar.split()[0] for bar in bars] == names
     # before anything is scrolled

@@ -85,7 +85,7 @@ def cost_in_e_steps(lie: str, peers: int, seed: int = 0) -> float:
     alone = fit_here(*own, [], SQUARED)
     inputs = np.column_stack([x, np.ones(len(x))])
     loss, without = (
-        float(SQUARED.told(inputs @ one.served.parameters, y[:, None]).mean())
+        float(SQUARED.reported_losses(inputs @ one.served.parameters, y[:, None]).mean())
         for one in (found, alone)
     )
     return loss - without

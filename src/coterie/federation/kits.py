@@ -162,10 +162,7 @@ KEYS = """# [keys]                # other = "its fingerprint", by `coterie feder
 
 
 def set_up(
-    folder: Path,
-    consortium: Consortium,
-    settings: LeadSettings,
-    **columns: Any,
+    folder: Path, consortium: Consortium, settings: LeadSettings, **columns: Any
 ) -> dict[str, str]:
     """Write user 0's folder, with a kit for each site and coterie's wheel, and return the kits' fingerprints.
 

@@ -19,15 +19,9 @@ from coterie.engines.requests import whole_number
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.live import LivePage
 from coterie.federation.participants import Participant, lead_participant
-from coterie.federation.settings import (
-    FILE,
-    MIXTURE,
-    LeadSettings,
-    MessageSettings,
-    lead_settings,
-)
+from coterie.federation.settings import FILE, MIXTURE, LeadSettings, MessageSettings, lead_settings
 from coterie.methods import build
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import gradients_asked
 from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed

@@ -59,9 +59,9 @@ class LivePage(Hook):
     def on_step(self, step: Step) -> None:
         """Write the page where it is due."""
         if step.point is not None:
-            told = {"own loss": step.point.own_loss}
-            told["validation loss"] = step.point.validation.get("loss")
-            for name, value in told.items():
+            losses = {"own loss": step.point.own_loss}
+            losses["validation loss"] = step.point.validation.get("loss")
+            for name, value in losses.items():
                 if value is not None:
                     places, values = self._losses.setdefault(name, ([], []))
                     places.append(step.step)
@@ -73,8 +73,8 @@ class LivePage(Hook):
 
     def on_end(self, run: Run) -> None:
         """Let the page lead to that of the result."""
-        how = "has ended" if run.stopped is None else f"was stopped by {run.stopped}"
-        said = Lead(f"The run {how}, after {run.step} steps.", advice="See `index.html`.")
+        ending = "has ended" if run.stopped is None else f"was stopped by {run.stopped}"
+        said = Lead(f"The run {ending}, after {run.step} steps.", advice="See `index.html`.")
         self._write_page([], lead=said)
 
     @property
@@ -126,9 +126,9 @@ class LivePage(Hook):
 
 def _left_at(terms: Any) -> str:
     """Return what a site says that it still gives, in words."""
-    told = terms if isinstance(terms, dict) else {}
-    left, promise = whole_number(told.get("left"), 0), promise_told(told.get("promise"))
+    reported = terms if isinstance(terms, dict) else {}
+    left, promise = whole_number(reported.get("left"), 0), promise_told(reported.get("promise"))
     words = [] if left is None else [f"{left} gradients"]
     if promise is not None:
         words.append(f"ε {promise['spent']:.3g} of {promise['epsilon']:.3g} spent")
-    return ", ".join(words) or ("no limit" if told else "not known yet")
+    return ", ".join(words) or ("no limit" if reported else "not known yet")
