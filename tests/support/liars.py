@@ -41,7 +41,7 @@ E_STEPS: dict[str, Lie] = {
     "huge": lambda honest, _: np.full_like(honest, 1e300),
     "least": lambda honest, _: np.full_like(honest, -1.0),
     "nothing": lambda honest, _: np.zeros_like(honest),
-    "noise": lambda honest, rng: rng.uniform(-1, 1, honest.shape),
+    "noise": lambda honest, rng: np.asarray(rng.uniform(-1, 1, honest.shape)),
     "turned round": lambda honest, _: -honest,
     "share -1": _share(-1.0),
     "share 0": _share(0.0),
