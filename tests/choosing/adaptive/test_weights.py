@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 
-from coterie.choosing.adaptive.directions import WithoutOutliers
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.weights import FittedWeights, PeerWeights
+from coterie.choosing.adaptive.weights import FittedWeights, PeerWeights, WithoutOutliers
 from coterie.engines.engine import Answers, PeerEvidence
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
