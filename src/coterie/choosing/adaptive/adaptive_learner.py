@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -92,6 +93,7 @@ class AdaptiveLearner(Learner):
         # how long what peers send may be
         self.longest = self.x.new_zeros(len(self.peers.x))
         self._nobody = self.trunk_weights[:0]
+        self._named: dict[bytes, list[str]] = {}
         self._asks = True  # in the last step; else it used what the peers said before
         # which peers gave in the last step; by point if not alike
         self._gave = np.ones(len(engine.names), bool)
@@ -388,11 +390,18 @@ class AdaptiveLearner(Learner):
             return
         for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
             self.gradients_asked += n * bool(row.any())
-            given = [
-                name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes
-            ]
+            given = self._names_of((row != 0) & gave)
             self.costs.compute(given, times=n)
             self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
+
+    def _names_of(self, peers: NDArray[np.bool_]) -> list[str]:
+        """Return the names of some peers, the same list from step to step."""
+        key = peers.tobytes()
+        if key not in self._named:
+            if len(self._named) > 4 * self.n_folds:
+                self._named.clear()
+            self._named[key] = [self.engine.names[k] for k in peers.nonzero()[0]]
+        return self._named[key]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""

@@ -124,7 +124,8 @@ class StackedSums:
         self.copies, self.pool, self.streams = copies, pool, list(streams)
         self.like = copies.parameters.vector()
         device = self.like.device
-        sizes = torch.tensor([stream.size for stream in streams])
+        self._size_of = [stream.size for stream in streams]
+        sizes = torch.tensor(self._size_of)
         self._table = IndexTable(self.streams, max_entries=2**20)
         self._begins = (sizes.cumsum(0) - sizes).tolist()
         self._whose = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
@@ -133,7 +134,10 @@ class StackedSums:
         self._layouts: list[_Layout] = []
         # a captured graph reads these where they are, so they stay
         self._captured: dict[int, _Layout] = {}
-        self._each: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
+        # of `rows`: passes, what examples weigh in them, and the point of each row
+        self._each: dict[
+            tuple[int, tuple[int, ...]], tuple[list[_Pass], list[Tensor], Tensor]
+        ] = {}
         self._memory = ReusedMemory()
 
     def drawn(self, step: int) -> Tensor:
@@ -165,14 +169,26 @@ class StackedSums:
                 kept for good.
         """
         layout = self._layout(weights) if asked is None else self._kept_layout(asked)
-        out = self._empty((len(weights), self.like.numel()))
-        losses = self.like.new_empty(len(weights))
         shares = (
             layout.shares
             if asked is None
             else [self._shares(each, weights) for each in layout.passes]
         )
-        for each, plain in zip(layout.passes, shares, strict=True):
+        return self._passed(points, layout.passes, shares, drawn, origins, len(weights))
+
+    def _passed(
+        self,
+        points: Tensor,
+        passes: Sequence[_Pass],
+        shares: Sequence[Tensor],
+        drawn: Tensor,
+        origins: Tensor | None,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what so many rows of weights, in these passes, make of the examples drawn."""
+        out = self._empty((rows, self.like.numel()))
+        losses = self.like.new_empty(rows)
+        for each, plain in zip(passes, shares, strict=True):
             copies = plain.shape[1]
             inputs, targets = self._batches(each, drawn)
             counts = self.copies.counts(targets)
@@ -188,18 +204,22 @@ class StackedSums:
 
     def rows(self, points: Tensor, columns: Sequence[int], drawn: Tensor) -> Tensor:
         """Return the gradient of each of these columns at each point, of shape (P, columns, d)."""
-        key = len(points), tuple(columns)
+        key, count = (len(points), tuple(columns)), len(columns)
         if key not in self._each:
-            weights = (
-                torch.eye(len(self.streams))[list(columns)].repeat(len(points), 1).to(self.like)
+            passes = self._cut(
+                [([p * count + i for p in range(len(points))], [u]) for i, u in enumerate(columns)]
             )
-            origins = torch.arange(len(points), device=weights.device).repeat_interleave(
-                len(columns)
-            )
-            self._each[key] = weights, origins
-        weights, origins = self._each[key]
-        rows, _ = self.sums(points, weights, drawn, origins=origins)
-        return rows.view(len(points), len(columns), -1)
+            shares = [
+                (one.there / self._sizes[self._whose[one.rows]])[:, None].expand(
+                    -1, len(one.outputs) // len(one.rows), -1
+                )
+                for one in passes
+            ]
+            of = torch.arange(len(points), device=self.like.device).repeat_interleave(count)
+            self._each[key] = passes, shares, of
+        passes, shares, of = self._each[key]
+        rows, _ = self._passed(points, passes, shares, drawn, of, len(of))
+        return rows.view(len(points), count, -1)
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor to be filled; for a large model in memory that was used so before."""
@@ -267,8 +287,12 @@ class StackedSums:
         Points that need nearly the same share a group; groups of about one size go together.
         """
         needs = [tuple(row.nonzero().flatten().tolist()) for row in asked]
+        return self._cut(self._groups(needs))
+
+    def _cut(self, groups: Iterable[tuple[list[int], list[int]]]) -> list[_Pass]:
+        """Return passes of groups of points, each with all columns that they need."""
         cut: list[tuple[Sequence[int], list[int]]] = []
-        for points, columns in self._groups(needs):
+        for points, columns in groups:
             most = self._most(self._rows(columns))
             cut += [(some, columns) for some in _evenly(points, most)]
         cut.sort(key=lambda group: (len(group[0]), self._rows(group[1])))
@@ -283,16 +307,18 @@ class StackedSums:
         return self.copies.max_copies(self.pool.examples.inputs, max(1, rows))
 
     def _rows(self, columns: Iterable[int]) -> int:
-        return sum(self.streams[column].size for column in columns)
+        return sum(map(self._size_of.__getitem__, columns))
 
     def _groups(self, needs: Sequence[tuple[int, ...]]) -> list[tuple[list[int], list[int]]]:
         """Return points that need nearly the same columns, and all that they need."""
         groups: list[tuple[list[int], dict[int, None], int]] = []
         known: dict[tuple[int, ...], int] = {}
+        holders: dict[int, dict[int, None]] = {}  # the groups that need a column
         for point, wanted in enumerate(needs):
-            rows = self._rows(wanted)
             if wanted not in known:
-                for place, (_, there, least) in enumerate(groups):
+                rows = self._rows(wanted)
+                for place in sorted({place for u in wanted for place in holders.get(u, ())}):
+                    _, there, least = groups[place]
                     union = self._rows(there.keys() | set(wanted))
                     if union <= MAX_EXTRA_EXAMPLES * min(rows, least):
                         groups[place] = (
@@ -305,6 +331,8 @@ class StackedSums:
                 else:
                     known[wanted] = len(groups)
                     groups.append(([], dict.fromkeys(wanted), rows))
+                for u in wanted:
+                    holders.setdefault(u, {})[known[wanted]] = None
             groups[known[wanted]][0].append(point)
         return [(points, list(there)) for points, there, _ in groups]
 
