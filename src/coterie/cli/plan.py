@@ -328,7 +328,8 @@ def _estimates(record: Record, run: Path) -> Estimates:
     if not record.configuration.estimates:
         why = (
             record.configuration.not_measured
-            or "it was trained alone, by a method, or with `measure=False`"
+            or "it was trained alone, by a method, by a rule without knobs, or with"
+            " `measure=False`; train with `measure=True`"
         )
         raise DataError(f"the run in {run} has no measured constants: {why}; give them by options")
     return Estimates.from_plain(record.configuration.estimates)

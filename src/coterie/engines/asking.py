@@ -363,10 +363,9 @@ class StackedGradients(GradientsAtPoints):
             [*columns, *(self._pool.stream(peer, size, seed) for peer in peers)],
         )
         self._whole: StackedSums | None = None
-        self._weighed: dict[tuple[int, ...], tuple[Tensor, int, Tensor]] = {}
         # the columns that a captured step passes over
         self._every: dict[tuple[int, ...], Tensor] = {}
-        self._own_rows: dict[tuple[int, ...], Tensor] = {}
+        self._nobody = self._stacked.like.new_zeros(0, 0)
         self._held: dict[int, InMemory] = {}
 
     def _carried_buffers(self) -> list[str]:
@@ -379,8 +378,7 @@ class StackedGradients(GradientsAtPoints):
         """
         points, weights, step = question.points, question.weights, question.step
         drawn, asked, judged = self._stacked.drawn(step), len(weights), len(question.each)
-        whole = self._weights(weights, tuple(question.own))
-        sums, losses = self._stacked.sums(points, whole, drawn)
+        sums, losses = self._stacked.sums(points, weights, drawn, tuple(question.own))
         answered, left_out, evidence = weights.sum(1), dict[str, str](), None
         if judged:
             theirs = self._each(points[:judged], drawn, left_out, torch.ones_like(weights[:judged]))
@@ -409,27 +407,12 @@ class StackedGradients(GradientsAtPoints):
         weights, own = question.weights, tuple(question.own)
         key, asked = (len(weights), *own), len(weights)
         if key not in self._every:
-            self._every[key] = self._joined(torch.ones_like(weights), own)
-        whole = self._joined(weights, own)
+            self._every[key] = self._stacked.joined(torch.ones_like(weights), own)
+        whole = self._stacked.joined(weights, own)
         sums, losses = self._stacked.sums(question.points, whole, drawn, asked=self._every[key])
         return Answers(
             sums, weights.sum(1), {}, losses=losses[asked:], buffers=sums[asked:, self.d :]
         )
-
-    def _weights(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
-        """Return the weights of all columns at all points, the same tensor while they stay the same."""
-        key = (len(weights), *own)
-        known = self._weighed.get(key)
-        if known is None or known[0] is not weights or known[1] != weights._version:
-            self._weighed[key] = known = weights, weights._version, self._joined(weights, own)
-        return known[2]
-
-    def _joined(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
-        """Return weights (Q, N) with the columns of user 0's parts before, and a row for each own point after."""
-        parts = len(self.parts)
-        if own not in self._own_rows:
-            self._own_rows[own] = torch.eye(parts + weights.shape[1])[list(own)].to(weights)
-        return torch.cat([nn.functional.pad(weights, (parts, 0)), self._own_rows[own]])
 
     def _each(
         self, points: Tensor, drawn: Tensor, left_out: dict[str, str], asked: Tensor
@@ -451,11 +434,8 @@ class StackedGradients(GradientsAtPoints):
             me = self.engine.users[self.user.me.name]
             columns = [self._pool.stream(me, len(me), 0, part) for part in self.parts]
             self._whole = StackedSums(self.copies, self._pool, columns)
-        points = question.points[: len(question.each)]
-        weights = torch.eye(len(self.parts), device=points.device, dtype=points.dtype)[
-            list(question.each)
-        ]
-        return self._whole.sums(points, weights, self._whole.drawn(0))[0]
+        judged, drawn = tuple(question.each), self._whole.drawn(0)
+        return self._whole.sums(question.points[: len(judged)], self._nobody, drawn, judged)[0]
 
     def losses(self, points: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each example at each point; see `GradientsAtPoints.losses`."""

@@ -1,7 +1,8 @@
 """Whom to listen to: the peers' weights, fitted to user 0's gradient at points that do not know its examples."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.choosing.adaptive.directions import WithoutOutliers
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.engines.engine import Engine
+from coterie.engines.engine import Answers, Engine, PeerEvidence, combined
 from coterie.gradients.simplex import simplex_minimum, simplex_minimum_low_rank
 
 Array: TypeAlias = NDArray[np.float64]
@@ -32,6 +32,11 @@ too, however small their weight: only zero keeps them out."""
 FACTORED = 200
 """From so many peers on, what they lack is kept itself while it has four times fewer columns: a
 Gram matrix of all peers would grow with their square."""
+
+FAR = 10.0
+"""A gradient counts as missing where it is more than so many times as long as is usual (`PeerEvidence.lengths`), of
+all steps so far the largest. One step would not do: good peers' gradients may vanish while
+another's does not."""
 
 COLUMNS = {"cpu": 2**15}
 """For a Gram matrix so many columns of the gradients are multiplied at a time, which stay in a near cache; the
@@ -223,6 +228,49 @@ def shares(
     counts = np.where(np.isnan(sizes), mean, sizes) / (1 + np.nan_to_num(noise))
     kept = counts if without is None or without.all() else np.where(without, 0.0, counts)
     return np.asarray(kept / kept.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutOutliers:
+    """What the peers are weighed by, without gradients that are far longer than usual."""
+
+    evidence: PeerEvidence
+    left_out: Mapping[str, str]
+    longest: Tensor  # of shape (R,): how long a gradient may be at each point from now on
+    outlier: NDArray[np.bool_]  # of shape (N,): the peers that sent a longer one
+    usual: float  # how long a gradient usually is
+
+    @classmethod
+    def of(
+        cls, answers: Answers, longest: Tensor, *, bounded: bool, names: Sequence[str]
+    ) -> "WithoutOutliers":
+        """Leave out what is far longer than usual; nothing unless `bounded`.
+
+        `longest` (R,) is how long gradients could be before.
+        """
+        if answers.judged is None:
+            raise AssertionError("every peer was asked by itself")
+        lengths, usual = answers.judged.lengths()
+        longest = (
+            torch.fmax(longest, FAR * usual) if bounded else torch.full_like(longest, math.inf)
+        )
+        far = lengths > longest.unsqueeze(1)
+        outlier = far.any(0).cpu().numpy()
+        why = f"more than {FAR:g} times as long as the median of all"
+        out = {name: why for name, one in zip(names, outlier.tolist(), strict=True) if one}
+        kept = answers.judged.without(far)
+        return cls(kept, {**out, **answers.left_out}, longest, outlier, float(usual.mean()))
+
+    def sums(self, sums: Tensor, answered: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the peers' sums at all points, and the weight in each.
+
+        Without outliers where rows are at hand.
+        """
+        judged = len(self.evidence.ours)
+        if self.evidence.theirs.shape[2] < sums.shape[1]:  # sketches: the sums came by themselves
+            return sums, answered
+        first, weight = combined(self.evidence.theirs, weights[:judged])
+        return torch.cat([first, sums[judged:]]), torch.cat([weight, answered[judged:]])
 
 
 class PeerWeights:

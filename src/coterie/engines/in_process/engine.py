@@ -147,7 +147,7 @@ class InProcess:
         self._user_by_user.keep_buffers(own, buffers)
         return g
 
-    @property
+    @functools.cached_property
     def capabilities(self) -> Capabilities:
         """What this engine can do, which depends on the model and on where the examples are."""
         support = self.support
@@ -218,6 +218,7 @@ class InProcess:
             return self
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
+        other.__dict__.pop("capabilities", None)
         other._user_by_user = self._user_by_user.with_sampler(other.sampler)
         return other
 

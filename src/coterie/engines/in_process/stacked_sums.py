@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.reused_memory import ReusedMemory
@@ -94,8 +94,10 @@ class _Pass:
 class _Layout:
     """How points with these weights are passed."""
 
-    weights: Tensor
-    version: int  # of the weights, which may be changed in place
+    asked: Tensor  # the weights asked for
+    version: int  # of them, since they may be changed in place
+    own: tuple[int, ...]
+    weights: Tensor  # of all columns
     passes: list[_Pass]
     shares: list[Tensor]  # of shape (G, M, R) for each pass: what each example weighs
 
@@ -134,10 +136,8 @@ class StackedSums:
         self._layouts: list[_Layout] = []
         # a captured graph reads these where they are, so they stay
         self._captured: dict[int, _Layout] = {}
-        # of `rows`: passes, what examples weigh in them, and the point of each row
-        self._each: dict[
-            tuple[int, tuple[int, ...]], tuple[list[_Pass], list[Tensor], Tensor]
-        ] = {}
+        self._each: dict[tuple[int, tuple[int, ...]], _Layout] = {}  # of `rows`
+        self._own: dict[tuple[int, ...], Tensor] = {}
         self._memory = ReusedMemory()
 
     def drawn(self, step: int) -> Tensor:
@@ -153,45 +153,40 @@ class StackedSums:
         points: Tensor,
         weights: Tensor,
         drawn: Tensor,
+        own: tuple[int, ...] = (),
         *,
         origins: Tensor | None = None,
         asked: Tensor | None = None,
+        layout: _Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return Σ w_u ∇f_u, (Q, d), and Σ w_u f_u, (Q,), for each row of weights (Q, U) on the examples drawn.
 
         Args:
             points: of shape (P, d).
-            weights: what each column weighs.
+            weights: what each column weighs; where there are fewer, they are those of the last.
             drawn: the examples of a step.
+            own: the columns of further rows, each of which has weight 1 in one.
             origins: the point of each row of weights, (Q,); the one in its place when None.
             asked: which columns are passed over, (Q, U), for weights that change while a captured
                 step goes on; those of weights that are not zero when None. How they are passed is
                 kept for good.
+            layout: how they are passed, where that is known.
         """
-        layout = self._layout(weights) if asked is None else self._kept_layout(asked)
+        if layout is None:
+            layout = self._layout(weights, own) if asked is None else self._kept_layout(asked)
         shares = (
             layout.shares
             if asked is None
             else [self._shares(each, weights) for each in layout.passes]
         )
-        return self._passed(points, layout.passes, shares, drawn, origins, len(weights))
-
-    def _passed(
-        self,
-        points: Tensor,
-        passes: Sequence[_Pass],
-        shares: Sequence[Tensor],
-        drawn: Tensor,
-        origins: Tensor | None,
-        rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what so many rows of weights, in these passes, make of the examples drawn."""
-        out = self._empty((rows, self.like.numel()))
-        losses = self.like.new_empty(rows)
-        for each, plain in zip(passes, shares, strict=True):
+        shape, large = (len(layout.weights), self.like.numel()), self.copies.one_by_one
+        # of a large model gradients are in memory that was used so before
+        out = self._memory.empty(shape, self.like) if large else self.like.new_empty(shape)
+        losses = self.like.new_empty(shape[0])
+        for each, plain in zip(layout.passes, shares, strict=True):
             copies = plain.shape[1]
             inputs, targets = self._batches(each, drawn)
-            counts = self.copies.counts(targets)
+            counts = self.copies.counts(targets) if self.copies.weighs else None
             share = plain if counts is None else self._counted(plain, each, counts)
             at = each.outputs if origins is None else origins.index_select(0, each.outputs)
             x = points.index_select(0, at).view(-1, copies, points.shape[1])
@@ -216,18 +211,11 @@ class StackedSums:
                 for one in passes
             ]
             of = torch.arange(len(points), device=self.like.device).repeat_interleave(count)
-            self._each[key] = passes, shares, of
-        passes, shares, of = self._each[key]
-        rows, _ = self._passed(points, passes, shares, drawn, of, len(of))
+            self._each[key] = _Layout(of, of._version, (), of, passes, shares)
+        layout = self._each[key]
+        of = layout.asked  # the point of each row
+        rows, _ = self.sums(points, of, drawn, origins=of, layout=layout)
         return rows.view(len(points), count, -1)
-
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor to be filled; for a large model in memory that was used so before."""
-        return (
-            self._memory.empty(shape, self.like)
-            if self.copies.one_by_one
-            else self.like.new_empty(shape)
-        )
 
     def _batches(self, each: _Pass, drawn: Tensor) -> tuple[Tree, Tree]:
         """Return inputs and targets of a pass, of shape (G, R, …)."""
@@ -261,18 +249,25 @@ class StackedSums:
         )
         return shares * torch.where(totals == 0, 0.0, self._sizes[whose] / totals)[:, None]
 
-    def _layout(self, weights: Tensor) -> _Layout:
+    def joined(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
+        """Return weights of the last columns as weights of all, and below them rows of one column each."""
+        if own not in self._own:
+            self._own[own] = torch.eye(len(self.streams))[list(own)].to(weights)
+        before = len(self.streams) - weights.shape[1]
+        return torch.cat([nn.functional.pad(weights, (before, 0)), self._own[own]])
+
+    def _layout(self, asked: Tensor, own: tuple[int, ...] = ()) -> _Layout:
         """Return how points with such weights are passed, found out once for weights that stay the same."""
         for layout in self._layouts:
-            if layout.weights is weights and layout.version == weights._version:
+            if layout.asked is asked and layout.version == asked._version and layout.own == own:
                 return layout
+        whole = asked.shape[1] == len(self.streams) and not own
+        weights = asked if whole else self.joined(asked, own)
         passes = self._passes((weights != 0).cpu())
-        fresh = _Layout(
-            weights, weights._version, passes, [self._shares(each, weights) for each in passes]
-        )
-        self._layouts = [fresh, *(each for each in self._layouts if each.weights is not weights)][
-            :MAX_LAYOUTS
-        ]
+        shares = [self._shares(each, weights) for each in passes]
+        fresh = _Layout(asked, asked._version, own, weights, passes, shares)
+        others = (each for each in self._layouts if each.asked is not asked or each.own != own)
+        self._layouts = [fresh, *others][:MAX_LAYOUTS]
         return fresh
 
     def _kept_layout(self, asked: Tensor) -> _Layout:
