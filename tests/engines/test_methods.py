@@ -43,8 +43,7 @@ from coterie.methods import (
     Sampled,
     Scaffold,
 )
-from coterie.methods.elsewhere import ClientsElsewhere
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import ClientsElsewhere, gradients_asked
 from coterie.recording.costs import Costs, Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds

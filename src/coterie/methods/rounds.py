@@ -109,11 +109,9 @@ class Rounds(Learner):
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights, where the method learns them."""
         weights = self.state.get("weights")
-        return (
-            {}
-            if weights is None
-            else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
-        )
+        if weights is None:
+            return {}
+        return dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now.

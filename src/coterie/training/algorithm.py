@@ -20,8 +20,7 @@ from coterie.learners.spec import RunSpec
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
-from coterie.methods.elsewhere import ClientsElsewhere
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import ClientsElsewhere, gradients_asked
 from coterie.methods.rounds import LR, Method, Rounds
 from coterie.methods.variance.own_variance import OwnVariance
 from coterie.recording.configuration import Configuration, StepSettings

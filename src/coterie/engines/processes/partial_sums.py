@@ -88,10 +88,7 @@ class PartialSums:
     """
 
     def __init__(
-        self,
-        peer: Peer,
-        sums: SumsOnly | None,
-        pass_on: Callable[[str, dict[str, Any]], None],
+        self, peer: Peer, sums: SumsOnly | None, pass_on: Callable[[str, dict[str, Any]], None]
     ) -> None:
         self.peer, self.sums, self._pass_on = peer, sums, pass_on
         self._open: dict[int, _Open] = {}
