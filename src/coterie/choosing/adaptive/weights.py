@@ -160,7 +160,10 @@ class FittedWeights:
         norms[~np.isfinite(norms)] = np.nan
         missed = np.isnan(norms[self._late()]).all(0)
         found = np.zeros(norms.shape[1])
-        for rows, which in ((norms[self._late()], ~missed), (norms, missed & (self.answers[1:] > 0))):
+        for rows, which in (
+            (norms[self._late()], ~missed),
+            (norms, missed & (self.answers[1:] > 0)),
+        ):
             if which.any():
                 found[which] = np.nanmedian(rows[:, which], axis=0)
         return found
