@@ -116,8 +116,8 @@ class FittedWeights:
         if not self.gram.size:
             self.gram, self.counts = (np.zeros((len(self.answers),) * 2) for _ in range(2))
         for factor in self.factors:
-            there = factor.any(1)
-            self._add(np.where(there[:, None] & there, factor @ factor.T, np.nan), None)
+            there = np.where(factor.any(1), 1.0, np.nan)
+            self._add((factor * there[:, None]) @ factor.T * there, None)
         self.factors = []
 
     def _by_gram(self, answered: NDArray[np.bool_], rows: Tensor) -> Array:
