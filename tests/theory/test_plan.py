@@ -255,9 +255,7 @@ def test_no_more_is_claimed_of_measured_constants_than_their_errors_allow(tmp_pa
     unclear = said((3.0, 2.0))
     assert "It is not known whether averaging pays: the speedup of 3." in unclear
     assert "Collaboration pays" not in unclear
-    assert "with biases as measured" in said(
-        (0.0, 0.05)
-    )
+    assert "with biases as measured" in said((0.0, 0.05))
     wga = json.loads(said((3.0, 2.0), "--json"))["wga"]
     assert wga["sure_speedup"] < 1 < wga["speedup"]
     given = said((3.0, 2.0), "--bias-floor", "0")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import coterie
-from coterie.benchmark.conditions import CONDITIONS, GradientAttack, condition_of
 from coterie.benchmark.contenders import RATES, Contender
 from coterie.benchmark.methods import contender, names
 from coterie.benchmark.networks import MODELS
+from coterie.benchmark.population import CONDITIONS, GradientAttack, condition_of
 from coterie.benchmark.sets import SETS, UserSet, load
 from coterie.benchmark.tasks import candidates
 from coterie.benchmark.tools import Tool

@@ -74,8 +74,8 @@ class TableTask(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSettings(FileForm):
-    """What users are made of: a table, and what its columns are for."""
+class ColumnSettings(FileForm):
+    """What the columns of a table of one user are for."""
 
     data: Annotated[
         Any,
@@ -83,18 +83,13 @@ class TableSettings(FileForm):
             "A CSV or Parquet file or, in Python, a DataFrame; {user} in its name for a file each."
         ),
     ] = field(kw_only=False)
-    user_column: Annotated[str, Setting("The column that says whose row it is.")]
     target: Annotated[str, Setting("The column to predict.")]
-    features: Annotated[
-        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
-    ] = None
     drop: Annotated[
         Sequence[str],
         Setting("Columns not to predict from, such as what is known afterwards only."),
     ] = ()
     categorical: Annotated[
-        Sequence[str],
-        Setting("Columns of numbers to treat as categories; text always is one."),
+        Sequence[str], Setting("Columns of numbers to treat as categories; text always is one.")
     ] = ()
     dates: Annotated[
         Sequence[str],
@@ -106,6 +101,27 @@ class TableSettings(FileForm):
             "The column that tells rows apart: not predicted from, and written beside every"
             " prediction."
         ),
+    ] = None
+    kind: Annotated[
+        Kind | Literal["auto"],
+        Setting(
+            "What the target is; auto tells by its values: text, booleans and up to 20 different"
+            " whole numbers are classes."
+        ),
+    ] = "auto"
+    own_examples: Annotated[
+        int | None,
+        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(ColumnSettings):
+    """What users are made of: a table, and what its columns are for."""
+
+    user_column: Annotated[str, Setting("The column that says whose row it is.")]
+    features: Annotated[
+        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
     ] = None
     weights: Annotated[
         str | None,
@@ -121,18 +137,7 @@ class TableSettings(FileForm):
             " then those of classes that are equally frequent."
         ),
     ] = None
-    kind: Annotated[
-        Kind | Literal["auto"],
-        Setting(
-            "What the target is; auto tells by its values: text, booleans and up to 20 different"
-            " whole numbers are classes."
-        ),
-    ] = "auto"
     leave_out: Annotated[Sequence[object], Setting("Users to take no notice of.")] = ()
-    own_examples: Annotated[
-        int | None,
-        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
-    ] = None
     validation: Annotated[
         float | None,
         Setting(
@@ -236,8 +241,8 @@ def from_table(settings: OneUserSettings) -> TableTask:
             stacklevel=2,
         )
     sizes = preparation.n_inputs, preparation.n_outputs
-    told = left_out | {name: f"in part: {said}" for name, said in copies.items()}
-    return TableTask(mine, peers, *sizes, preparation, target, parts[2], told)
+    reported = left_out | {name: f"in part: {said}" for name, said in copies.items()}
+    return TableTask(mine, peers, *sizes, preparation, target, parts[2], reported)
 
 
 def _peers(

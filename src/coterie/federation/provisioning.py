@@ -50,9 +50,8 @@ class Consortium:
     sites: tuple[str, ...]
     port: int = 8002  # where the server listens for sites
     admin_port: int = 8003  # where it listens for user 0's own commands
-    everyone: bool = field(
-        default=False, kw_only=True
-    )  # every site trains a model of its own, and the server passes messages on
+    # every site trains a model of its own, and the server passes messages on
+    everyone: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
@@ -147,10 +146,8 @@ def _nvflare_provision(project: Path, workspace: Path) -> None:
 
 def _listen_here(folder: Path) -> None:
     """Let the server take user 0's commands from its own machine only."""
-    started, asks = (
-        folder / "server/startup/fed_server.json",
-        folder / "lead/startup/fed_admin.json",
-    )
+    started = folder / "server/startup/fed_server.json"
+    asks = folder / "lead/startup/fed_admin.json"
     for path, part, here in (
         (started, "servers", {"admin_host": ADMIN_HOST}),
         (asks, "admin", {"host": "localhost"}),

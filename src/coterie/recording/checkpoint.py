@@ -56,11 +56,9 @@ class RunFolder:
         """Say where the state is that was saved last."""
         there = self.claim is not None and not self.claim.unwritten
         paths = saved(self.claim.folder / "checkpoints") if self.claim and there else []
-        return (
-            f"what was computed is saved in {paths[-1]}"
-            if paths
-            else "what was computed is in this error's `run`"
-        )
+        if paths:
+            return f"what was computed is saved in {paths[-1]}"
+        return "what was computed is in this error's `run`"
 
     def unwritten(self) -> str:
         """Say what could not be written, last of all in a warning; nothing where all is there."""
@@ -171,8 +169,6 @@ def _plain(content: Any) -> Any:
 
 def _remedy(path: Path) -> str:
     others = [other for other in saved(path.parent) if other != path]
-    return (
-        f"delete it to go on from {others[-1].name}"
-        if others
-        else "delete it and start the run again"
-    )
+    if others:
+        return f"delete it to go on from {others[-1].name}"
+    return "delete it and start the run again"

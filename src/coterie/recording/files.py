@@ -234,8 +234,8 @@ def wait_for_lock(file: int) -> None:
         _lock_on_windows(file, "LK_LOCK")
 
 
-def _lock_on_windows(file: int, how: str) -> None:
+def _lock_on_windows(file: int, mode: str) -> None:
     if msvcrt is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     os.lseek(file, _FAR, os.SEEK_SET)
-    msvcrt.locking(file, getattr(msvcrt, how), 1)
+    msvcrt.locking(file, getattr(msvcrt, mode), 1)

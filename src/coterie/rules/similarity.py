@@ -178,8 +178,8 @@ class _ByGain(_Weighing):
         weights = self.moved(
             state["tau"], last.norm(dim=1).double(), (last @ g.own).double(), g.own
         )
-        theirs = by_name(weights, names, here)[1:]
-        used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
+        others = by_name(weights, names, here)[1:]
+        used = torch.cat([1 - others.sum().reshape(1), others]).to(everyone)
         following = {
             "step": state["step"] + 1,
             "weight": used[1:].sum(),

@@ -96,10 +96,8 @@ class StreamAveraging(Rule):
         """Return what has been seen before the first step: nothing."""
         names = [*g.names, *g.left_out]
         n, d = len(names), len(g.own)
-        matrix, noise = (
-            g.own.new_zeros(n, n, dtype=torch.float64),
-            g.own.new_zeros(1 + n, dtype=torch.float64),
-        )
+        matrix = g.own.new_zeros(n, n, dtype=torch.float64)
+        noise = g.own.new_zeros(1 + n, dtype=torch.float64)
         means = {"bias": matrix, "squares": matrix, "counts": matrix, "noise": noise}
         tau, rows = g.own.new_zeros(n), g.own.new_zeros(1 + n, d)
         return {"names": names, "tau": tau, "rows": rows, "present": noise[1:], **means}

@@ -14,14 +14,14 @@ Column: TypeAlias = str | int
 """A column of X: its name, or its position, from the end where it is negative."""
 
 
-def table(given: Any, checked: Array, fitted: Mapping[str, bool] | None = None) -> pd.DataFrame:
+def table(frame: Any, checked: Array, fitted: Mapping[str, bool] | None = None) -> pd.DataFrame:
     """Return X as a table; the columns of an array are called by their positions.
 
     A column of an array of objects or texts holds numbers where each of its values is one; after
     `fit`, where it did so then, so that a category or a group called "2" is the same in any rows.
 
     Args:
-        given: X as it was given.
+        frame: X as it was given.
         checked: the same as an array.
         fitted: the columns that `fit` saw, and whether they were numbers; None in `fit`.
 
@@ -30,9 +30,9 @@ def table(given: Any, checked: Array, fitted: Mapping[str, bool] | None = None) 
         >>> table(rows, rows).dtypes.astype(str).tolist()[1]
         'float64'
     """
-    if isinstance(given, pd.DataFrame):
-        check_names(given.columns)
-        return given.set_axis(list(fitted or map(str, given.columns)), axis=1).reset_index(
+    if isinstance(frame, pd.DataFrame):
+        check_names(frame.columns)
+        return frame.set_axis(list(fitted or map(str, frame.columns)), axis=1).reset_index(
             drop=True
         )
     names = list(fitted or map(str, range(checked.shape[1])))
@@ -54,7 +54,7 @@ def _numbers_if_all_are(values: Array) -> Array:
         return values.astype(object)
 
 
-def name_of(argument: str, column: Column, given: Any, rows: pd.DataFrame) -> str:
+def name_of(argument: str, column: Column, frame: Any, rows: pd.DataFrame) -> str:
     """Return what a column of X is called in the table.
 
     Example:
@@ -63,7 +63,7 @@ def name_of(argument: str, column: Column, given: Any, rows: pd.DataFrame) -> st
         '1'
     """
     if isinstance(column, str):
-        if not isinstance(given, pd.DataFrame):
+        if not isinstance(frame, pd.DataFrame):
             raise KnobError(
                 f"`{argument}` is {column!r}, but the columns of X have no names; give a position,"
                 ' or let the step before keep names: `set_output(transform="pandas")`'

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import NOT_NEGATIVE, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps, weighed
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 
 LEAST_LOSS = 1e-10
@@ -66,7 +65,7 @@ class AFL(LocalSteps):
         x, step, weights = state["x"], state["step"], state["weights"]
         start = x.expand(len(users.names), -1)
         losses = users.losses(start, step)
-        points = local_steps(users, start, step, self.local_steps, lr=lr)
+        points = users.local_steps(start, step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         here = users.moved(weights, torch.zeros_like(weights))
         x = (here / here.sum()) @ points if here.sum() > 0 else users.mean(points)
@@ -109,10 +108,6 @@ class QFFL(LocalSteps):
         super().__post_init__()
         NOT_NEGATIVE("q", self.q)
 
-    def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: x."""
-        return {"step": 0, "x": x}
-
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step, q = state["x"], state["step"], self.q
@@ -121,7 +116,7 @@ class QFFL(LocalSteps):
             .nan_to_num(0.0, posinf=0.0)
             .clamp(min=LEAST_LOSS)
         )
-        points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
+        points = users.local_steps(x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         moves = (x - points) / lr
         powers = losses**q

@@ -12,8 +12,7 @@ from torch import Tensor
 from coterie.aggregators import Aggregator
 from coterie.arguments import function, one_of, optional
 from coterie.errors import KnobError, blaming
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 _AGGREGATOR = optional(
@@ -63,13 +62,9 @@ class FedAvg(LocalSteps):
         one_of("examples", "equal")("shares", self.shares)
         _AGGREGATOR("aggregator", self.aggregator)
 
-    def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: x."""
-        return {"step": 0, "x": x}
-
     def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
         """Return where the local steps lead."""
-        return local_steps(users, start, step, self.local_steps, lr=lr)
+        return users.local_steps(start, step, self.local_steps, lr=lr)
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

@@ -7,7 +7,6 @@ from torch import Tensor
 from coterie.arguments import COUNT
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
-from coterie.methods.local import local_steps
 from coterie.methods.rounds import METHOD, Method
 from coterie.rules import State
 
@@ -69,7 +68,7 @@ class FineTuning:
             models = self.together.models(together)
             return following | {"step": together["step"], "together": together, "models": models}
         points, count = state["models"].expand(users.personal, -1), self.gradients_a_round
-        points = local_steps(users, points, state["step"], count, lr=lr)
+        points = users.local_steps(points, state["step"], count, lr=lr)
         return following | {"step": state["step"] + count, "models": points}
 
     def models(self, state: State) -> Tensor:

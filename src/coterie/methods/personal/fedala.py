@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.arguments import COUNT, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
@@ -63,12 +62,11 @@ class FedALA(LocalSteps):
         """Return the state after a round."""
         x, share, step = state["x"], state["share"], state["step"]
         lacking = state["common"] - x
-        for _ in range(
-            self.weight_steps
-        ):  # before the first round lacking is 0, and nothing is learned
+        # before the first round lacking is 0, and nothing is learned
+        for _ in range(self.weight_steps):
             gradient = users.gradients(x + lacking * share, step)
             share = users.moved((share - self.weight_lr * gradient * lacking).clamp(0, 1), share)
-        points = local_steps(users, x + lacking * share, step + 1, self.local_steps, lr=lr)
+        points = users.local_steps(x + lacking * share, step + 1, self.local_steps, lr=lr)
         users.exchange(down=x.shape[1], up=x.shape[1])
         moved = users.moved(points, x)
         return {

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import COUNT, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import seeded
 
@@ -72,7 +71,7 @@ class HypCluster(LocalSteps):
         x, step = state["x"], state["step"]
         losses = users.losses_over_all(x, step)
         cluster = users.moved(losses.nan_to_num(torch.inf).argmin(0), state["cluster"])
-        points = local_steps(users, x[cluster], step + 1, self.local_steps, lr=lr)
+        points = users.local_steps(x[cluster], step + 1, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.shape[1] + 1)
         p = users.shares * (cluster == torch.arange(len(x), device=x.device).unsqueeze(1))
         total = p.sum(1, keepdim=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.arguments import POSITIVE, real
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import uniform
 
@@ -65,7 +64,7 @@ class L2GD(LocalSteps):
                 centre = users.mean(x)
                 x = users.moved(centre + kept**heads * (x - centre), x)
                 users.exchange(down=x.shape[1], up=x.shape[1])
-            x = local_steps(users, x, step, 1, lr=lr / (1 - p))
+            x = users.local_steps(x, step, 1, lr=lr / (1 - p))
         return {"step": state["step"] + self.local_steps, "x": x}
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.arguments import SHARE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.arguments import real
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import draw, random_key
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import POSITIVE, whole
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import POSITIVE
-from coterie.methods.clients import Clients, Pull
-from coterie.methods.local import LocalSteps, weighed
+from coterie.methods.clients import Clients, LocalSteps, Pull, weighed
 from coterie.rules import State
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import one_of
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps, weighed
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
@@ -59,7 +58,7 @@ class FedFomo(LocalSteps):
         """Return the state after a round."""
         step, points = state["step"], state["points"]
         x = points[0]
-        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        points = users.local_steps(points, step, self.local_steps, lr=lr)
         users.exchange(down=x.numel() if self.start == "mine" else 0, up=x.numel())
         before, *after = users.held_out_losses(torch.cat([x.unsqueeze(0), points]))
         gains = (before - torch.stack(after)) / (points - x).norm(dim=1).clamp(min=TINY)

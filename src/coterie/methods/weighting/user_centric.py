@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import COUNT, optional, whole
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps, weighed
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
@@ -87,7 +86,7 @@ class UserCentric(LocalSteps):
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, points, mixing = state["step"], state["points"], state["mixing"]
-        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        points = users.local_steps(points, step, self.local_steps, lr=lr)
         users.exchange(down=points.shape[1], up=points.shape[1])
         if users.present is not None:
             mixing = mixing * users.present

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import COUNT
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, weighed
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
