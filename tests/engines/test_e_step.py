@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.engines import ENGINES
+from tests.support.intruders import private_e_steps
 from torch import nn
 
 import coterie
@@ -334,6 +335,11 @@ def test_a_peer_that_dies_in_the_e_steps_counts_as_it_last_did() -> None:
     whole, dies, never = (fitted(r) for r in (range(0), range(34, 99), range(99)))
     assert dies[1].record.end.left_out == {"peer 1": {"no answer, in 5 exchanges": 1}}
     assert (dies[0] - whole[0]).norm() < 0.1 * (never[0] - whole[0]).norm()
+
+
+def test_no_e_step_of_a_private_peer_tells_of_a_row() -> None:
+    """Peers that differ by one row answer alike, whatever is asked of all their rows: ε is 0 of that."""
+    assert private_e_steps(8, seed=0) == 0
 
 
 def test_private_peers_get_gradient_steps_and_the_record_says_so() -> None:

@@ -429,7 +429,8 @@ class ClosedForm(Learner):
             if names[0] in left_out or not answers.answered.any():
                 continue
             try:
-                sums.append(asked.checked(numbers.cpu().numpy(), self._roots.get(names)))
+                root = self._roots.get(names)
+                sums.append(asked.checked(numbers.cpu().numpy(), root, len(names)))
             except DataError as error:
                 left_out |= dict.fromkeys(names, str(error))
                 continue

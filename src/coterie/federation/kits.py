@@ -39,18 +39,22 @@ sends your model's parameters to the others, and each gives back the gradient of
 training rows. Yours does the same for them. Rows stay where they are; your model, its weights, your validation and
 test rows and what comes out stay here, in `run`. The server at {server} passes messages on: they are encrypted from
 site to site. But for
-`install.sh`, which you can read, nothing in this folder is run.
+`install.sh`, which you can read, and the wheel that it installs, nothing in this folder is run.
 
-1. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
-   it needs from your package index, each file checked by its hash. coterie is in no package index.
-2. `venv/bin/coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone
-   for example. It then writes `{file}`, which is yours: nobody else has a say in it.
-3. Edit `{file}`: where your table is, how its columns are called, how you train, what you give at most (below).
-4. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
+1. Compare the fingerprint of this folder with {lead}, by telephone for example: it is the first 32 digits that
+   `sha256sum manifest.json` shows. `manifest.json` must have what `sha256sum install.sh` shows, too.
+2. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
+   it needs from your package index, each file but torch's checked by its hash. coterie is in no package index. The
+   wheel is {lead}'s: who installs it trusts {lead} with this machine, as with any program. Who does not, installs
+   coterie from its source.
+3. `venv/bin/coterie federate accept .` checks every file by that fingerprint, and writes `{file}`, which is yours:
+   nobody else has a say in it.
+4. Edit `{file}`: where your table is, how its columns are called, how you train, what you give at most (below).
+5. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
    given. Nothing is sent.
-5. `venv/bin/coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until
+6. `venv/bin/coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until
    you stop it (Ctrl-C). Your machine dials out; nothing needs to be opened in your firewall for incoming connections.
-6. `venv/bin/coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
+7. `venv/bin/coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
    `run/index.html` says whether the others have helped.
 
 The {n_others} others plan to ask you for at most {gradients} gradients in all, of {batch_size} rows each. What you
@@ -79,16 +83,20 @@ README = """# {site} in the consortium {consortium}
 
 You take part in training a model for {lead}. At every step {lead} sends the model's parameters; your machine
 computes the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. But for
-`install.sh`, which you can read, nothing in this folder is run.
+`install.sh`, which you can read, and the wheel that it installs, nothing in this folder is run.
 
-1. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
-   it needs from your package index, each file checked by its hash. coterie is in no package index.
-2. `venv/bin/coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone
-   for example. It then writes `{file}`, which is yours: nobody else has a say in it.
-3. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
-4. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
+1. Compare the fingerprint of this folder with {lead}, by telephone for example: it is the first 32 digits that
+   `sha256sum manifest.json` shows. `manifest.json` must have what `sha256sum install.sh` shows, too.
+2. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
+   it needs from your package index, each file but torch's checked by its hash. coterie is in no package index. The
+   wheel is {lead}'s: who installs it trusts {lead} with this machine, as with any program. Who does not, installs
+   coterie from its source.
+3. `venv/bin/coterie federate accept .` checks every file by that fingerprint, and writes `{file}`, which is yours:
+   nobody else has a say in it.
+4. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
+5. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
    given. Nothing is sent.
-5. `venv/bin/coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your
+6. `venv/bin/coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your
    machine dials out; nothing needs to be opened in your firewall for incoming connections.
 
 {lead} plans a run of at most {asked}. What you give, and how to give less,
