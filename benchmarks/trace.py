@@ -108,7 +108,7 @@ def traced(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     walks: dict[int | str, Walk] = {"set-up": Walk()}
-    advance = Loop.advance
+    advance, train = Loop.advance, coterie.train  # modules are imported before
 
     def watched(loop: Loop, most: int) -> Any:
         sys.setprofile(None)
@@ -125,7 +125,7 @@ def traced(
     ):
         warnings.simplefilter("ignore")
         loss, last = nn.functional.cross_entropy, max(steps)
-        coterie.train(
+        train(
             *(model, loss, task.me, task.peers, rule),
             lr=0.01,
             steps=200,

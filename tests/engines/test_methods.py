@@ -158,7 +158,7 @@ class ByFormula:
     ) -> Gradients:
         return Gradients(own=x, own_loss=0.0)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
+    def ask(self, question: Question) -> Callable[[], Answers]:
         given = {}
         for place, peer in (~question.weights.isnan()).nonzero().tolist():
             self.counts[self.names[peer]] += 1 if question.work is None else question.work.count

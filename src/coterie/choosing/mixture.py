@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
-from coterie.engines.capabilities import AnswersESteps
+from coterie.engines.capabilities import Asks
 from coterie.engines.engine import AllRows, Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.errors import DataError, KnobError
@@ -381,12 +381,12 @@ class ClosedForm(Learner):
     def _exchange(self, asked: AllRows, sent: int) -> Answers:
         """Ask all peers, who count alike; `sent` is how many numbers the question has."""
         engine = self.engine
-        if not isinstance(engine, AnswersESteps):
-            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        if not isinstance(engine, Asks):
+            raise TypeError(f"{type(engine).__name__} has no `ask`")
         can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)
         alike = torch.full((1, peers), 1 / max(1, peers)).double()
         self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
-        answers = engine.e_step(Question(point, self.exchanges, alike, e_step=asked))()
+        answers = engine.ask(Question(point, self.exchanges, alike, e_step=asked))()
         self.exchanges += 1
         if not can.local and (said := self._ends.after_one()):
             logger.warning("%s", said)
@@ -573,8 +573,8 @@ def _sentence(fitted: Fitted) -> str:
     guess = math.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
-            "a constant is served: nothing was better than it on the own examples (loss"
-            f" {guess:.4g})"
+            f"a constant is served; its loss is {guess:.4g} on own examples that were held out"
+            " in turn"
         )
     no_worse = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(

@@ -284,7 +284,7 @@ class RuleLearner(Learner):
             engine = require(self.engine, "local_work", "`local_steps`")
             given = [[weights.get(name, math.nan) for name in engine.names]]
             asked, at = torch.tensor(given, dtype=torch.float64), self.step * work.count
-            waiting = engine.local_work(Question(self.x.detach()[None], at, asked, rows, work=work))
+            waiting = engine.ask(Question(self.x.detach()[None], at, asked, rows, work=work))
         g = self._own_work(work)
         try:
             return g if waiting is None else _with_answers(g, waiting(), self.engine.names, weights)

@@ -184,7 +184,7 @@ class ClientsElsewhere(Clients):
             question = Question(
                 points[places], step, weights, rows=True, work=part, batch_size=batch_size
             )
-            answers = self.peers.local_work(question)()
+            answers = self.peers.ask(question)()
             self.left_out |= answers.left_out
             for place, user in enumerate(group):
                 answered[user - 1] = _row(
@@ -269,7 +269,7 @@ class _Formula:
         """Return user 0's gradient; nobody else's is asked for in this way."""
         return Gradients(own=x, own_loss=float(x.square().sum()) / 2)
 
-    def local_work(self, question: Question) -> NoReturn:
+    def ask(self, question: Question) -> NoReturn:
         """Refuse: in a rehearsal the peers' answers are not asked for one by one."""
         raise NotImplementedError
 

@@ -179,8 +179,8 @@ class QuadraticEngine:
         peers, answered = weighted_sum(own, each, [weights[name] for name in names])
         return Gradients(own=own, peers=peers, answered=answered, x=x, own_loss=loss)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Let peers take steps of their own; see `WorksLocally.local_work`."""
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Let peers take steps of their own; see `Asks.ask`."""
         work = question.work or LocalWork(1, 1.0)
         followed = {}
         for point, peer in (~question.weights.isnan()).nonzero().tolist():

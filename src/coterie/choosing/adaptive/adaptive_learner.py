@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -381,9 +382,7 @@ class AdaptiveLearner(Learner):
             return
         for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
             self.gradients_asked += n * bool(row.any())
-            given = [
-                name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes
-            ]
+            given = list(compress(self.engine.names, ((row != 0) & gave).tolist()))
             self.costs.compute(given, times=n)
             self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
 

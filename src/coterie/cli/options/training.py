@@ -14,6 +14,7 @@ from coterie.cli.options.groups import check_effect
 from coterie.cli.options.registered import ID, KnobOptions, knobs_of, once
 from coterie.data.table import TableSettings
 from coterie.engines.attacks import ATTACKS, under_attack
+from coterie.engines.compression import Compress
 from coterie.engines.processes.engine import Mutual, TorchDistributed
 from coterie.engines.processes.processes import Processes
 from coterie.errors import KnobError
@@ -222,7 +223,7 @@ class EngineOptions:
         ),
     ] = "in-process"
     compress: Annotated[
-        Literal["bf16", "fp16"] | None,
+        Compress | None,
         Option(help="torch: round what is sent; what is lost is added to the next message."),
     ] = None
     secure_sums: Annotated[

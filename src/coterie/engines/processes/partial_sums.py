@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.compression import SKETCH, Sketch, sketch_key
+from coterie.engines.compression import SKETCH, Sketch, decoded, sketch_key
 from coterie.engines.engine import Answers, Question
 from coterie.engines.peer import Peer
-from coterie.engines.remote.messages import answer_message, decoded
+from coterie.engines.remote.messages import answer_message
 from coterie.engines.requests import to_array
 from coterie.privacy.masks import digest_of
 from coterie.privacy.sums import SumsOnly
