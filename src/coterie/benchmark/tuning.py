@@ -171,7 +171,7 @@ class Tuning:
         """Train a setting that cannot be trained with others."""
         spec, tail = self._spec(setting, lr, rule)
         began = time.process_time()
-        options = {"progress": False, "measure": False, "guard": "off"} | setting.options
+        options = {"progress": False, "measure": False, "guard": "off", **setting.options}
         if self.task.attack:
             options["engine"] = under_attack(self.task.attack, self.task.wrong)
         spec = replace(spec, **options)
