@@ -175,11 +175,11 @@ def over_sets(conditions: "pd.DataFrame", name: str = "difference") -> list[dict
 
     A mean difference over the sets in each condition, errors between sets.
     """
+    empty = dict.fromkeys(conditions["condition"], "")  # where a method is not measured
     rows: dict[str, dict[str, Any]] = {}
     for row in conditions.to_dict("records"):
-        rows.setdefault(row["method"], {"method": row["method"]})[row["condition"]] = _number(
-            row, name, "+.3f"
-        )
+        told = rows.setdefault(row["method"], {"method": row["method"], **empty})
+        told[row["condition"]] = _number(row, name, "+.3f")
     return list(rows.values())
 
 
