@@ -70,12 +70,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=200)
     options = parser.parse_args()
     every = [repetition(options.own, seed) for seed in range(options.repetitions)]
-    value = {name: np.array([one[name][0].value for one in every]) for name in NAMES}
-    worse = np.maximum(value["stranger"], value["liar"])
-    both = float(np.mean(np.minimum(value["copy 1"], value["copy 2"]) > worse))
-    mean = float(np.mean((value["copy 1"] + value["copy 2"]) / 2 > worse))
     print(f"{options.own} own rows, {options.repetitions} repetitions")
-    print(f"each copy before stranger and liar {both:.3f}; their mean {mean:.3f}")
+    for what, told in (("told", lambda each: each[0].value), ("should be", lambda each: each[1])):
+        value = {name: np.array([told(one[name]) for one in every]) for name in NAMES}
+        worse = np.maximum(value["stranger"], value["liar"])
+        both = float(np.mean(np.minimum(value["copy 1"], value["copy 2"]) > worse))
+        mean = float(np.mean((value["copy 1"] + value["copy 2"]) / 2 > worse))
+        liar = float(np.mean(value["stranger"] > value["liar"]))
+        print(
+            f"{what}: each copy before stranger and liar {both:.3f}; their mean {mean:.3f};"
+            f" stranger before liar {liar:.3f}"
+        )
     for k, what in ((0, "Shapley"), (2, "leave-one-out")):
         inside = [
             one[name][k].interval[0] <= one[name][k + 1] <= one[name][k].interval[1]  # type: ignore[union-attr, operator]
