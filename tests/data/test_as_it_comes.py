@@ -94,6 +94,9 @@ def test_what_is_wrong_with_such_files_is_said_with_the_remedy(tmp_path: Path) -
         DataError, match=r"or where .* unknown say `na_values='\?'` \(`--na-values '\?'`\)"
     ):
         from_table(one, **COLUMNS, dates=["seen"])
+    one.write_text("63.0,1.0,1.0\n67.0,1.0,4.0\n")
+    with pytest.raises(DataError, match=r"the first line is data: .* `header` \(`--header a,b"):
+        read_table(one)
 
 
 def test_dates_become_year_month_weekday_and_days_as_the_calendar_says(tmp_path: Path) -> None:

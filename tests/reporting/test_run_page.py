@@ -89,6 +89,22 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         assert not any(word in source for word in ("<script", 'src="', "@import", "http"))
 
 
+def test_the_page_of_a_closed_form_says_how_much_follows_peers_and_draws_no_steps(
+    tmp_path: Path,
+) -> None:
+    me, peer = (examples(n, n, 1.0, classes=True) for n in (12, 60))
+    me, peers = coterie.User("me", *me), [coterie.User("peer", *peer)]
+    run = coterie.train(nn.Linear(4, 2), cross_entropy, me, peers, coterie.Mixture(), measure=False)
+    text = " ".join(text_of(run.report(tmp_path / "report.html")))
+    board = run.record.end.account["leaderboard"]
+    own = sum(board[kind]["weight"] for kind in ("constant", "alone") if kind in board)
+    assert f"Models that follow peers have {1 - own:.1%} of the weight in it" in text
+    assert f"those of the own rows alone {own:.1%}." in text
+    assert not any(
+        name in text for name in ("Learning curves", "Weights over the run", "optimizer")
+    )
+
+
 def test_who_has_no_weights_is_not_drawn_as_if_nobody_were_heard(tmp_path: Path) -> None:
     users, model = users_with_validation(), nn.Linear(20, 1).double()
     for method, draws in ((coterie.methods.FedAvg(2), False), (coterie.methods.FedFomo(2), True)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.support.records import configuration
 
 from coterie.recording import Comparison, Difference, End, GuardDecision, Point, Record, Traffic
-from coterie.reporting.summary import beside_alone, summary
+from coterie.reporting.summary import NOT_CHECKED, beside_alone, summary
 from coterie.reporting.verdict import judged
 from coterie.reporting.whom import peer_shares
 
@@ -72,6 +72,13 @@ def test_the_numbers_are_those_of_the_model_served() -> None:
     assert best == "best at step 5 by validation loss: loss 0.4, accuracy 0.8"
     assert test == "test: loss 0.6 (5 examples)"
     assert beside_alone(record) == [{"": "test loss", "served": "0.6"}]
+
+
+def test_rows_in_common_with_peers_elsewhere_are_said_not_to_be_checked() -> None:
+    for engine, checked in (("in process", True), ("elsewhere, masked sums", False)):
+        record = Record(replace(configuration(), engine={"engine": engine}))
+        record.finish(End(step=1, best_step=1))
+        assert (NOT_CHECKED not in summary(record)) == checked
 
 
 def test_bytes_and_seconds_are_told_where_something_travelled() -> None:
