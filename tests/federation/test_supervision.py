@@ -73,6 +73,11 @@ class Server:
         (self.folder / RUN / SUMMARY).write_text("it is over")
         return None
 
+    def next_dies(self) -> str | None:
+        """Let the job that was submitted last end before it is ready, as where a site is slow."""
+        self.ended.append(self.submitted[-1])
+        return None
+
     def dies(self) -> str | None:
         return "FINISHED:EXECUTION_EXCEPTION"
 
@@ -111,6 +116,16 @@ def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: 
     assert server.ended == server.submitted[:7]
     assert sum("back: b" in line for line in said) == 7
     assert not (server.folder / SUBMITTED).exists()
+
+
+def test_a_site_whose_next_job_fails_is_asked_in_another(server: Server) -> None:
+    said: list[str] = []
+    server.befalls = [lambda: begins(server), lambda: server.joins("b")]
+    server.befalls += [server.next_dies, server.next_dies, server.waits, server.ends]
+    supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
+    assert server.submitted == [f"job {k}" for k in range(1, 5)]
+    assert server.ended == ["job 2", "job 3", "job 1"]
+    assert sum("back: b" in line for line in said) == 3
 
 
 def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(

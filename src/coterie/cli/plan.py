@@ -112,7 +112,11 @@ class PlanOptions:
     exchange_cost: Annotated[
         float | None,
         Option(
-            min=0.0, help="R, what an exchange costs in gradients: also say how often to exchange."
+            min=0.0,
+            help=(
+                "R, what an exchange costs in gradients: also say how often to exchange. Else that"
+                " of the run, where its peers were elsewhere."
+            ),
         ),
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False
@@ -189,14 +193,17 @@ def plan(
     """
     problem, doubted, steps = _problem(measured, known, asked.steps)
     choices = theory.plan(problem, steps, asked.alpha)
+    every = asked.exchange_cost
+    if every is None and measured.run is not None and (record := record_of(measured.run)).ended:
+        every = record.end.exchange_cost
     promise = (
         None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
     )
     cost = None if promise is None else theory.promise_cost(problem, steps, promise, asked.alpha)
     if asked.as_json:
-        _print_json(problem, steps, choices, asked.exchange_cost, cost, doubted)
+        _print_json(problem, steps, choices, every, cost, doubted)
     else:
-        _print_tables(problem, steps, choices, asked.exchange_cost, doubted)
+        _print_tables(problem, steps, choices, every, doubted)
         if promise is not None and cost is not None:
             _print_promise(promise, cost, choices["alone"], int(problem.n_peers))
     if asked.out is not None:

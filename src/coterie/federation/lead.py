@@ -2,9 +2,12 @@
 
 import functools
 import logging
+import math
+import statistics
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
+from coterie.recording.record import Record
 from coterie.registry import RunFacts
 from coterie.tables.fit import fit
 from coterie.tables.models import save_model
@@ -53,6 +57,10 @@ NEXT = "next"
 """Says that a job is ready to go on with the run that another one, which is to end, still makes."""
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
+SECONDS_OF_LATENCY = 10.0
+"""How long a run of a network may wait for messages to arrive, if asking more rarely prevents it."""
+RAREST = {"adaptive": 8, "wga": 4}
+"""How rarely a rule may ask without loss, as measured: docs/exchanges.md."""
 REMEDY = (
     f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other"
     " [caps] or [sums]"
@@ -93,6 +101,7 @@ def train_here(
     settings: LeadSettings, sites: Sites, out: Path, held: Participant, task: TableTask | None
 ) -> None:
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
+    settings = paced(settings, sites, out)
     rule, knobs = rule_of(settings), settings.training
     page = LivePage(out, sites, settings.sites, knobs.timeout, out / NEWS)
     options: dict[str, Any] = {
@@ -128,6 +137,32 @@ def _engine_of(settings: LeadSettings, sites: Sites, page: LivePage) -> MakeEngi
         return engine
 
     return made
+
+
+def paced(settings: LeadSettings, sites: Sites, out: Path) -> LeadSettings:
+    """Return the settings of a network with how often its sites are asked, by how soon they answer.
+
+    So rarely that the latency of all messages is at most `SECONDS_OF_LATENCY`; `exchange_every` at
+    most `rarest`. A run that goes on keeps what it began with.
+    """
+    training = settings.training
+    most = min(training.rarest, RAREST.get(training.rule, 1))
+    if training.exchange_every > 1 or most == 1 or settings.model.name == "linear":
+        return settings
+    if (out / RECORD).exists():
+        every = Record.load(out / RECORD).configuration.exchange_every
+    else:
+        asked, took = sites.ask(settings.sites, "ready", training.timeout).wait(), []
+        for _ in range(3):
+            began = time.monotonic()
+            sites.ask(list(asked), "ready", training.timeout).wait()
+            took.append(time.monotonic() - began)
+        seconds = statistics.median(took)
+        every = min(most, max(1, math.ceil(training.steps * seconds / SECONDS_OF_LATENCY)))
+        if every > 1:
+            said = "sites answer after %.0f ms: they are asked at one of %d steps (`rarest`)"
+            logging.getLogger(__name__).warning(said, 1e3 * seconds, every)
+    return replace(settings, training=replace(training, exchange_every=every))
 
 
 def planned_gradients(settings: LeadSettings) -> int:

@@ -128,6 +128,7 @@ class Jobs:
         self.out, self.path, self.why = folder / RUN, folder / SUBMITTED, ""
         self.joined = Joined(folder / "server", names)
         self.asked = set(names)  # who is in the job
+        self.pause, self.next_at = SECONDS_TO_RECONNECT, 0.0  # of a job that goes on from another
 
     def bring_to_end(self, attempts: int, *, attach: bool) -> bool:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
@@ -180,6 +181,7 @@ class Jobs:
         if enough:
             for name in (SUMMARY, REFUSED):  # by which an end is known
                 (self.out / name).unlink(missing_ok=True)
+            self.asked = set(here)
             self.path.write_text(f"{self._submit(session, here)}\n", encoding="utf-8")
         return enough
 
@@ -187,7 +189,6 @@ class Jobs:
         """Submit a job to these sites, and return NVFLARE's name of it."""
         self.joined()
         self.joined.names.clear()
-        self.asked = set(here)
         job = write_job(self.folder.absolute() / "job", sorted(here), everyone=self.everyone)
         return str(session.submit_job(str(job)))
 
@@ -203,7 +204,7 @@ class Jobs:
         A site that has joined since a job began is in no job. What is left is submitted anew, with
         all who are here; the job ends once the next one waits for that. Ctrl-C ends all.
         """
-        job, *later = _submitted(self.path)
+        (job, *later), asked_later = _submitted(self.path), self.asked
         try:
             while True:
                 self.show_new()
@@ -220,17 +221,20 @@ class Jobs:
                 _check_wanted(self.path)
                 if later and (over[0] or (self.out / NEXT).exists()):
                     self._abort(session, job)
-                    job, later = later[0], []
+                    job, later, self.asked = later[0], [], asked_later
+                    self.pause = SECONDS_TO_RECONNECT
                     self._note(job)
-                elif any(over):  # the next one has not begun: another try
-                    later, self.asked = [], self.asked & here
+                elif any(over):  # the next one has not begun: another try, later each time
+                    later, self.next_at = [], time.monotonic() + self.pause
+                    self.pause *= 2
                     self._note(job)
                 back = self.joined() | (here - self.asked)
-                if back and not later and self._has_begun():
+                if back and not later and self._has_begun() and time.monotonic() >= self.next_at:
                     names = ", ".join(sorted(back))
                     self.show_line(f"back: {names}; going on in a job with all that are here")
                     (self.out / NEXT).unlink(missing_ok=True)
-                    later = [self._submit(session, here | back)]
+                    self.asked, asked_later = self.asked - back, here | back
+                    later = [self._submit(session, asked_later)]
                     self._note(job, *later)
                 time.sleep(SECONDS_BETWEEN_POLLS)
         except KeyboardInterrupt:
