@@ -140,7 +140,7 @@ def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
     server.befalls = [server.dies] * 3
     supervision.follow(server.folder, attempts=3, show_line=said.append, progress=False)
     assert len(server.submitted) == 3
-    assert said[-1] == "3 jobs have ended early; going on alone"
+    assert said[-1] == "3 jobs in a row have ended early; going on alone"
 
 
 def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
@@ -207,6 +207,6 @@ def test_a_job_whose_terminal_is_gone_is_followed_again(server: Server) -> None:
     begins(server)
     server.befalls = [server.dies, server.ends]
     result = CliRunner().invoke(app, ["federate", "attach", str(server.folder)])
-    assert "job 1 has ended early" in result.output
+    assert "the job has ended early" in result.output
     assert "it is over" in result.output
     assert server.submitted == ["job 1"]

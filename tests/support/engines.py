@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.clientapp import ClientApp
 from tests.support import processes
 from tests.support.flower import DirectGrid
 from tests.support.nvflare import OverNvflare
@@ -38,7 +37,7 @@ from coterie.engines.processes.rendezvous import Address, Rendezvous
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalSites
-from coterie.flower import FlowerGrid, FlowerSites, app_of, client_app
+from coterie.flower import FlowerSites, app_of
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.sums import SumsOnly
 
@@ -192,18 +191,6 @@ def _over(make: MakeSites) -> Iterator[MakeEngine]:
         yield made
 
 
-def _flower(
-    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any
-) -> Remote:
-    """Return the engine with a ClientApp for each peer; all messages are packed as Flower carries them."""
-
-    def app_of(peer: coterie.User) -> ClientApp:
-        return client_app(lambda _: peer, lambda _: _elsewhere(model), loss)
-
-    grid = DirectGrid(map(app_of, peers))
-    return FlowerGrid(grid, len(peers))(model, loss, me, **how)
-
-
 def _elsewhere(model: nn.Module) -> nn.Module:
     there = copy.deepcopy(model)
     with torch.no_grad():
@@ -224,6 +211,5 @@ ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
     "in process": lambda: nullcontext(coterie.InProcess),
     "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
     "processes": processes.torch_distributed,
-    "Flower's messages": lambda: nullcontext(_flower),
     **{name: partial(_over, make) for name, make in SITES.items()},
 }

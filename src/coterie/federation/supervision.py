@@ -21,6 +21,7 @@ from coterie.federation.settings import MIXTURE, lead_settings, members_of
 from coterie.federation.watching import Joined, RunWatch
 from coterie.federation.workspace import SECONDS_BETWEEN_SIGNS_OF_LIFE, require_nvflare
 from coterie.recording.progress import progress_bar
+from coterie.recording.record import Record
 
 SECONDS_BETWEEN_POLLS = 0.5
 """How long to wait from one poll of the run to the next."""
@@ -56,7 +57,8 @@ def follow(
         resume: go on with the run that is there.
         attach: follow the job that runs already.
         wait: how many seconds the server and the sites have to connect.
-        attempts: how many jobs may end early; those ended for a site that is back do not count.
+        attempts: how many jobs in a row may end early with no step further; those ended for a site
+            that is back do not count.
         show_line: shows a line.
         progress: whether to draw a bar; None: where standard error is a terminal.
     """
@@ -134,7 +136,7 @@ class Jobs:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
         if attach and not self.path.exists():
             raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
-        failed, begun = 0, attach
+        failed, begun, furthest = 0, attach, self._step()
         try:
             while failed < attempts:
                 with _signals_interrupt(), session_of(self.folder / "lead", self.wait) as session:
@@ -149,16 +151,22 @@ class Jobs:
                 left = self.left()
                 if (self.out / SUMMARY).exists() and not left:
                     return True
-                failed += 1
+                failed = failed + 1 if self._step() <= furthest else 1
+                furthest = max(furthest, self._step())
                 without = f", without the end of {', '.join(left)}" if left else ""
                 self.show_line(
-                    f"job {failed} has ended early ({status}){without}; going on from the last"
+                    f"the job has ended early ({status}){without}; going on from the last"
                     " checkpoint"
                 )
         finally:
             self.path.unlink(missing_ok=True)
-        self.why = f"{attempts} jobs have ended early"
+        self.why = f"{attempts} jobs in a row have ended early"
         return False
+
+    def _step(self) -> int:
+        """Return the step of the run's last point."""
+        points = Record.load(self.out / RECORD).points if (self.out / RECORD).exists() else []
+        return points[-1].step if points else -1
 
     def left(self) -> list[str]:
         """Return who has not ended, where everyone trains."""
