@@ -25,7 +25,7 @@ from coterie.engines.peer.ledger import owner_only
 from coterie.engines.remote.codec import packed, unpacked
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import METHODS, Responder
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, printable
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.recording.files import wait_for_lock
@@ -215,7 +215,8 @@ class FlowerGrid:
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
         began = time.monotonic()
-        told = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
+        replies = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began))
+        told = replies.wait()
         seconds = time.monotonic() - began
         names: dict[str, int] = {}
         for node, reply in sorted(told.items()):
@@ -227,9 +228,10 @@ class FlowerGrid:
                 )
             names[name] = int(node)
         if len(names) < self.peers:
+            why = "".join(f"; {node}: {printable(said)}" for node, said in replies.failed.items())
             raise DataError(
                 f"{len(names)} of {self.peers} SuperNodes told their names; see the logs of the"
-                " others"
+                f" others, or let them take longer (`patience`){why}"
             )
         return dict(sorted(names.items())), seconds
 
@@ -279,13 +281,16 @@ class FlowerReplies:
 
     def __init__(self, grid: Grid, ids: Mapping[str, str], timeout: float) -> None:
         self.grid, self.ends, self.replies = grid, time.monotonic() + timeout, dict[str, Any]()
+        self.failed = dict[str, str]()  # why
         self.waiting = {one: name for one, name in ids.items() if one}
 
     def done(self) -> bool:
         """Say whether every SuperNode has answered, failed or run out of time."""
         for message in self._pulled():
             name = self.waiting.pop(message.metadata.reply_to_message_id, None)
-            if name is not None and not message.has_error():
+            if name is not None and message.has_error():
+                self.failed[name] = str(message.error.reason)
+            elif name is not None:
                 self.replies[name] = from_record(message.content)
         return not self.waiting or time.monotonic() > self.ends
 

@@ -61,7 +61,11 @@ class OverNvflare:
 
     def proxy(self, caller: Any, target: Any) -> Proxy:
         at = CellDispatcher(self, None, caller.name, self, target.name, self.abort, self.calls)
-        return Proxy(caller, target.name, target.name, at, target.get_collab_interface()[""])
+        interface = target.get_collab_interface()
+        whole = Proxy(caller, target.name, target.name, at, interface.pop(""))
+        for name, part in interface.items():
+            whole.add_child(name, Proxy(caller, f"{target.name}.{name}", "", at, part))
+        return whole
 
     def send_request(self, *, target: str, request: Message, timeout: float, **_: Any) -> Message:
         """Carry a message to a site and its reply back, as a cell does."""
@@ -88,6 +92,5 @@ def carried(message: Message) -> Message:
     """Return a message as it arrives."""
     arrived = copy.copy(message)
     encode_payload(arrived)
-    assert isinstance(arrived.payload, bytes | bytearray | memoryview)
     decode_payload(arrived)
     return arrived

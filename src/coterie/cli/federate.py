@@ -242,6 +242,7 @@ def server(folder: Folder) -> None:
 
     place = folder / "server"
     command = server_command(place)
+    _print_certificates(folder)
     typer.echo(f"the server of {folder}; Ctrl-C ends it; NVFLARE's log: {place / LOG}")
     _end(run_process(command, place, ServerWatch(place, Screen(typer.echo))), place / LOG)
 
@@ -304,6 +305,7 @@ def site(
     from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
     kit, peer = _print_site(folder)
+    _print_certificates(folder)
     if service:
         unit = service_of(folder)
         typer.echo(f"{unit}; for this user: systemctl --user enable --now {unit}")
@@ -314,6 +316,15 @@ def site(
     about = (folder, place, peer.caps, peer.ledger.given, Screen(typer.echo))
     watch = SiteWatch(*about) if training is None else MemberWatch(*about, steps=training.steps)
     _end(workspace.run_process(workspace.site_command(place, kit), place, watch), place / LOG)
+
+
+def _print_certificates(folder: Path) -> None:
+    """Say what keeps the other side from being believed, or soon will."""
+    from coterie.federation.doctor import certificates
+
+    for finding in certificates(folder):
+        if finding.remedy:
+            typer.echo(str(finding), err=True)
 
 
 def _end(status: int, log: Path) -> None:
