@@ -37,6 +37,7 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
+    "RAY_raylet_start_wait_time_s": "300",
 }
 
 

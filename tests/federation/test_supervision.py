@@ -128,6 +128,16 @@ def test_a_site_whose_next_job_fails_is_asked_in_another(server: Server) -> None
     assert sum("back: b" in line for line in said) == 3
 
 
+def test_nobody_leads_beside_a_job_that_runs(server: Server) -> None:
+    server.befalls = [lambda: None]
+    server.submitted = ["job 1"]
+    (server.folder / SUBMITTED).write_text("job 1\n")
+    with pytest.raises(KnobError, match=r"runs already: follow it .*attach"):
+        supervision.follow(server.folder, resume=True, wait=0.0, progress=False)
+    assert server.submitted == ["job 1"]
+    assert (server.folder / SUBMITTED).exists(), "it is who follows that job who takes it away"
+
+
 def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ def _over(make: MakeSites) -> Iterator[MakeEngine]:
         ) -> coterie.Engine:
             held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
             sites = life.enter_context(make(held, None))
+            how = {"timeout": 60.0} | how
             return Remote(model, loss, me, sites=sites, names=list(held), **how)
 
         yield made

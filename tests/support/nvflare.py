@@ -11,6 +11,7 @@ from typing import Any
 
 from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
+from nvflare.app_common.decomposers import numpy_decomposers
 from nvflare.collab.api.app import ClientApp, ServerApp
 from nvflare.collab.api.proxy import Proxy
 from nvflare.collab.runtime.cell_dispatcher import CellDispatcher
@@ -25,6 +26,8 @@ from coterie.engines.remote.responder import Responder
 from coterie.federation.lead_job import CollabSites, User0
 from coterie.federation.site_job import Site
 from coterie.privacy.sums import SumsOnly
+
+numpy_decomposers.register()
 
 
 class OverNvflare:

@@ -101,7 +101,7 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
     jobs = _submitted(path)
     path.unlink()  # whoever follows it submits no other
     with session_of(folder / "lead", wait) as session:
-        running = [job for job in jobs if not _status(session, job).startswith("FINISHED")]
+        running = _running(session, jobs)
         for job in running:
             session.abort_job(job)
     return bool(running)
@@ -110,6 +110,15 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
 def _submitted(path: Path) -> list[str]:
     """Return NVFLARE's names of the job that runs, and of one that is to go on from it."""
     return path.read_text(encoding="utf-8").splitlines()
+
+
+def _running(session: Any, jobs: Sequence[str]) -> list[str]:
+    """Return which of these jobs have not ended; a server that was started anew may not know one."""
+    states = {}
+    for job in jobs:
+        with contextlib.suppress(Exception):  # NVFLARE raises several kinds
+            states[job] = _status(session, job)
+    return [job for job, state in states.items() if not state.startswith("FINISHED")]
 
 
 class Jobs:
@@ -136,6 +145,13 @@ class Jobs:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
         if attach and not self.path.exists():
             raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
+        if not attach and self.path.exists():
+            with session_of(self.folder / "lead", self.wait) as session:
+                if _running(session, _submitted(self.path)):
+                    raise KnobError(
+                        f"a job of {self.folder} runs already: follow it (`coterie federate attach"
+                        f" {self.folder}`), or end it (`coterie federate stop {self.folder}`)"
+                    )
         failed, begun, furthest = 0, attach, self._step()
         try:
             while failed < attempts:
