@@ -25,7 +25,7 @@ from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.model_support import check_classes, probe
 from coterie.engines.in_process.passes import Passes, Weights
-from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
+from coterie.engines.in_process.sampler import Batches, BatchSampler, with_own
 from coterie.engines.in_process.side_stream import side_stream
 from coterie.engines.in_process.user_by_user import UserByUser
 from coterie.engines.peer import Caps, Peer
@@ -179,17 +179,9 @@ class InProcess:
         """How many examples everybody has; counted once, since it is asked for at every step."""
         return {n: None if user.is_stream else len(user) for n, user in self.sampler.users.items()}
 
-    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
-        """Return user 0's batch at a step, and those of these peers, grouped by size."""
-        return self.sampler.draw(names, step)
-
     def indices(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
         return self.sampler.indices(names, step)
-
-    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
-        """Return user 0's batch, and those of these peers, from a row of `indices`."""
-        return self.sampler.at(names, indices)
 
     def gradients_of(
         self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool
@@ -201,7 +193,7 @@ class InProcess:
         User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the
         peers' goes on.
         """
-        own_batch, others = self.at(tuple(weights), indices)
+        own_batch, others = self.sampler.at(tuple(weights), indices)
         with side_stream(x.device) as join:
             own, loss, _ = self._user_by_user.gradient(self.me, x, 0, own_batch)
         matrix = self.passes.rows(x, others) if weights and rows else None
