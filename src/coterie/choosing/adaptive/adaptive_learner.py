@@ -90,9 +90,9 @@ class AdaptiveLearner(Learner):
         decays = [each.decay for each in self.settings]
         self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
         self._collect()
-        self._weights = self.peer_weights.of_trunks()
-        self.trunk_weights = self._tensor(self._weights)
+        self.trunk_weights = self.x.new_zeros(self.n_folds + 1, len(engine.names))
         self.pooled_weights = self.trunk_weights[-1:].clone()
+        self._weigh()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         # how long what peers send may be
@@ -180,7 +180,7 @@ class AdaptiveLearner(Learner):
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
         self._weights = self.peer_weights.of_trunks()
-        self.trunk_weights.copy_(self._tensor(self._weights))
+        self.trunk_weights.copy_(torch.from_numpy(np.array(self._weights)))
         self.pooled_weights.copy_(self.trunk_weights[-1:])
 
     def _take(self, answers: Answers, own: Tensor, sums: Tensor, answered: Tensor) -> None:
@@ -358,9 +358,6 @@ class AdaptiveLearner(Learner):
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
         }
-
-    def _tensor(self, values: list[Array] | Array) -> Tensor:
-        return torch.from_numpy(np.array(values)).to(self.x)
 
     def _points(self, of: Literal["alone", "peers", "branch"]) -> Tensor:
         """Return where the copies are, with the model's buffers where passes move them."""

@@ -204,15 +204,6 @@ def sizes(engine: Engine) -> Array:
     return np.array([float(known.get(name) or np.nan) for name in engine.names])
 
 
-def added_noise(engine: Engine, d: int) -> Array:
-    """Return the variance of the noise that each peer adds to a gradient of d numbers.
-
-    0 where none is told.
-    """
-    told = engine.capabilities.noise
-    return np.array([d * told.get(name, 0.0) ** 2 for name in engine.names])
-
-
 def shares(
     sizes: Array, noise: Array | float = 0.0, without: NDArray[np.bool_] | None = None
 ) -> Array:
@@ -296,15 +287,16 @@ class PeerWeights:
 
     def fit(self, near: WithoutOutliers) -> None:
         """Fit the weights of the next steps."""
-        added = added_noise(self.engine, self.d)
+        noise = self.engine.capabilities.noise  # of private peers, in each number
+        added = np.array([self.d * noise.get(name, 0.0) ** 2 for name in self.engine.names])
         for fitted, theirs, ours in zip(
             self.fitted, near.evidence.theirs, near.evidence.ours, strict=True
         ):
             fitted.add(theirs, ours, added)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
-        noise = added / (self.steps * max(near.usual * near.usual, 1e-30))
-        self.by_size = shares(self.sizes, noise, without=near.outlier)
+        relative = added / (self.steps * max(near.usual * near.usual, 1e-30))
+        self.by_size = shares(self.sizes, relative, without=near.outlier)
 
     def fork(self) -> bool:
         """Leave out of pooled peers that never answered.
