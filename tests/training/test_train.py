@@ -153,8 +153,8 @@ class Engine:
         for name in [name for name, answer in whole.items() if answer.shape != g.own.shape]:
             shape = tuple(whole.pop(name).shape)
             left_out[name] = f"shape {shape} instead of {tuple(g.own.shape)}"
-        rows = torch.stack([*whole.values(), g.own])[:-1]
-        kept, names, not_finite = keep_finite(rows, list(whole))
+        whole_rows = torch.stack([*whole.values(), g.own])[:-1]
+        kept, names, not_finite = keep_finite(whole_rows, list(whole))
         left_out |= not_finite
         peers, answered = weighted_sum(g.own, kept, [weights[name] for name in names])
         return dataclasses.replace(

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.engines.engine import Answers, Engine, PeerEvidence, combined
 from coterie.gradients.simplex import simplex_minimum, simplex_minimum_low_rank
 
@@ -274,14 +273,14 @@ class PeerWeights:
 
     Args:
         engine: which tells numbers of examples, and the noise that private peers add.
-        schedule: of the run.
+        steps: of the run, and `half` of them, in which weights are fitted.
         d: how many numbers a gradient has.
         n_folds: into how many parts user 0's examples are split; each has a trunk.
     """
 
-    def __init__(self, engine: Engine, schedule: Schedule, d: int, n_folds: int) -> None:
-        self.engine, self.steps, self.d = engine, schedule.steps, d
-        self.fitted = [FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds)]
+    def __init__(self, engine: Engine, steps: int, half: int, d: int, n_folds: int) -> None:
+        self.engine, self.steps, self.d = engine, steps, d
+        self.fitted = [FittedWeights(len(engine.names), half) for _ in range(n_folds)]
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
 
