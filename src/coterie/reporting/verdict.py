@@ -11,7 +11,7 @@ from typing import Any, Literal
 from scipy import special
 from torch import nn
 
-from coterie.evaluation.comparing import compare, constant_loss
+from coterie.evaluation.evaluate import compare, constant_loss
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import ALONE_KINDS
 from coterie.recording.configuration import Configuration, counted
