@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from coterie.aggregators import Aggregator
-from coterie.arguments import function, one_of, optional
+from coterie.arguments import checked, function, one_of, optional
 from coterie.errors import KnobError, blaming
 from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
@@ -24,6 +24,7 @@ _AGGREGATOR = optional(
 
 
 @dataclass(frozen=True)
+@checked(shares=one_of("examples", "equal"), aggregator=_AGGREGATOR)
 class FedAvg(LocalSteps):
     """Average the models that all users have trained for a few steps from the last average.
 
@@ -56,11 +57,6 @@ class FedAvg(LocalSteps):
     local_steps: int = 1
     shares: Literal["examples", "equal"] = "examples"
     aggregator: Aggregator | Callable[[Tensor], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("examples", "equal")("shares", self.shares)
-        _AGGREGATOR("aggregator", self.aggregator)
 
     def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
         """Return where the local steps lead."""
