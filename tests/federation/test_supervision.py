@@ -214,7 +214,7 @@ def test_a_server_that_goes_in_the_middle_is_told_in_words(
     """Also to who looks on: NVFLARE raises errors of its own; and a file of jobs may be empty after a kill."""
     path = server.folder / SUBMITTED
     path.write_text("")
-    with pytest.raises(KnobError, match="no job of .* runs"):
+    with pytest.raises(KnobError, match=r"no job of .* runs"):
         supervision.follow(server.folder, attach=True)
     path.write_text("job 1\n")
     monkeypatch.setattr(supervision, "session_of", gone_in_the_middle)
