@@ -180,9 +180,10 @@ def test_a_site_that_leaves_is_asked_and_let_in_no_more(folder: Path) -> None:
         membership.revoke(folder, "basel")
     with pytest.raises(KnobError, match="is not in"):
         membership.revoke(folder, "bern")
-    (folder / "sites/bern/data.csv").unlink()
+    stolen = (folder / "sites/bern/client.key").read_bytes()
     shutil.rmtree(folder / "sites/bern")
-    membership.add_site(folder, "bern")  # it comes back
+    membership.add_site(folder, "bern")  # it comes back, with another key
+    assert (folder / "sites/bern/client.key").read_bytes() != stolen
     assert json.loads((folder / "server/disabled_clients.json").read_text()) == {
         "disabled_clients": []
     }

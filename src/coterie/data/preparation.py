@@ -271,9 +271,11 @@ class Preparation:
             for each in fields(cls)
             if each.name in TUPLES
         }
-        transformer = skops.io.loads(
-            base64.b64decode(plain["transformer"]), trusted=["numpy.dtype"]
-        )
+        data = base64.b64decode(plain["transformer"])
+        files.check_inflated(
+            data, files.MOST_TEXT
+        )  # of any content, a folder may come from anybody
+        transformer = skops.io.loads(data, trusted=["numpy.dtype"])
         return cls(**{**plain, **tuples, "transformer": transformer})
 
 

@@ -278,11 +278,16 @@ def split_rows(
     own_examples: int | None,
     seed: int,
     whose: str = "user 0",
+    at_most: bool = False,
 ) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows, stratified by class where possible."""
+    """Return a user's training, validation and test rows, stratified by class where possible.
+
+    `at_most`: take all rows that are left where these are fewer than `own_examples`.
+    """
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
+    wanted = min(wanted, left) if at_most else wanted
     if not 2 <= wanted <= left:
         has = f"{whose} has {len(own)} row{'' if len(own) == 1 else 's'}"
         if len(own) < (least := 2 + sum(map(bool, sizes))):
@@ -398,10 +403,11 @@ def _split(
 ) -> tuple[dict[str, list[pd.DataFrame]], dict[str, str]]:
     """Return everybody's training, validation and test rows, and who is left out, with why."""
     parts, left_out = {}, dict(table.left_out)
-    settings = table.roles.target, table.kind, shares, own_examples
+    settings = table.roles.target, table.kind, shares
+    most: dict[str, Any] = {"own_examples": own_examples, "at_most": True, "seed": seed}
     for name, own in table.rows.items():
         try:
-            parts[name] = split_at_most(own, *settings, seed=seed, name=name)
+            parts[name] = split_rows(own, *settings, whose=repr(name), **most)
         except DataError as error:
             left_out[name] = str(error)
     return parts, left_out
@@ -416,24 +422,6 @@ def _prepared_alike(table: CheckedTable, trainings: Sequence[pd.DataFrame]) -> P
     ]
     classes = classes_of(table.targets) if kind == "classification" else ()
     return functools.reduce(operator.add, statistics).preparation(classes)
-
-
-def split_at_most(
-    own: pd.DataFrame,
-    target: str,
-    kind: Kind,
-    shares: tuple[float, float],
-    own_examples: int | None,
-    *,
-    seed: int,
-    name: str,
-) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows; of the first at most so many."""
-    split: dict[str, Any] = {"seed": seed, "whose": repr(name)}
-    parts = split_rows(own, target, kind, shares, own_examples=None, **split)
-    if own_examples is None or own_examples >= len(parts[0]):
-        return parts
-    return split_rows(own, target, kind, shares, own_examples=own_examples, **split)
 
 
 def user_of(

@@ -16,7 +16,7 @@ from pathlib import Path
 from coterie.errors import CoterieError
 from coterie.federation.kits import accepted
 from coterie.federation.lead import RECORD, RUN, SUMMARY
-from coterie.federation.manifest import CERTIFICATES, WHEEL, Kit, kit_files
+from coterie.federation.manifest import CERTIFICATES, WHEEL, Kit, filled, kit_files
 from coterie.federation.membership import DAYS_TO_RENEW, days_left
 from coterie.federation.participants import LOG as REQUESTS
 from coterie.federation.participants import lead_participant, responder_of
@@ -200,7 +200,8 @@ def _of_lead(folder: Path, wait: float) -> Iterator[str]:
 
 def _of_site(folder: Path) -> Iterator[str]:
     peer, path = responder_of(folder).peer, folder / REQUESTS
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    # the last line may be in the making
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     asked = next((json.loads(line) for line in reversed(lines) if b'"step"' in line), None)
     yield (
         "not asked yet"
@@ -213,24 +214,6 @@ def _of_site(folder: Path) -> Iterator[str]:
         yield f"spent: ε = {getattr(peer, 'epsilon', 0.0):.3g} of {privacy.epsilon:g}"
 
 
-UNIT = """[Unit]
-Description=coterie: the site {site} of the consortium {consortium}
-After=network-online.target
-Wants=network-online.target
-
-[Service]
-ExecStart={python} -P -m coterie federate site {folder}
-WorkingDirectory={folder}
-Restart=always
-RestartSec=5
-UMask=0077
-NoNewPrivileges=true
-
-[Install]
-WantedBy=default.target
-"""
-
-
 def service_of(folder: Path) -> Path:
     """Write a systemd unit that keeps a site running, and return its path."""
     place = folder.absolute()
@@ -240,8 +223,6 @@ def service_of(folder: Path) -> Path:
         )
     kit = Kit.load(folder)
     path = place / f"coterie-{kit.site}.service"
-    text = UNIT.format(
-        site=kit.site, consortium=kit.consortium, python=sys.executable, folder=place
-    )
+    text = filled("site.service", kit=kit, python=sys.executable, folder=place)
     path.write_text(text, encoding="utf-8")
     return path

@@ -9,7 +9,6 @@ keeps it from running code.
 
 import io
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,9 +151,7 @@ def tensors_in(data: bytes, device: torch.device | str = "cpu") -> Any:
     torch stores numbers as they are. One that is compressed was not written by torch, and may
     inflate to anything.
     """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if sum(each.file_size for each in archive.infolist()) > len(data):
-            raise ValueError("it holds more than its size, as torch writes none")
+    files.check_inflated(data, len(data))
     return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
 
 

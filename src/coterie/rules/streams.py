@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coterie.arguments import COUNT
+from coterie.arguments import COUNT, checked
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.gradients.simplex import simplex_minimum
 from coterie.rules.rule import Rule, State, rows_of
@@ -34,6 +34,7 @@ MEANS = ("bias", "squares", "counts", "noise")
 
 
 @dataclass(frozen=True)
+@checked(horizon=COUNT)
 class StreamAveraging(Rule):
     """Average by the weights that trade the peers' bias against everybody's noise best, solved for as the run goes.
 
@@ -68,9 +69,6 @@ class StreamAveraging(Rule):
     horizon: int
 
     needs_rows: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        COUNT("horizon", self.horizon)
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights found so far, and the next state."""

@@ -16,8 +16,17 @@ from coterie.data.preparation import Kind
 from coterie.errors import DataError, KnobError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
-from coterie.sklearn.frames import Array, Column, groups_in, name_of, named, table, unused
-from coterie.sklearn.group_models import Module, fit_groups
+from coterie.sklearn.group_models import (
+    Array,
+    Column,
+    Module,
+    fit_groups,
+    groups_in,
+    name_of,
+    named,
+    table,
+    unused,
+)
 
 
 class GroupEstimator(BaseEstimator):

@@ -28,7 +28,7 @@ from coterie.data.columns import with_numbers
 from coterie.data.preparation import Preparation, classes_of
 from coterie.data.reading import FileForm, rank_file, read_rows, users_in
 from coterie.data.statistics import Statistics
-from coterie.data.table import OneUserSettings, TableSettings, split_at_most, user_of
+from coterie.data.table import OneUserSettings, TableSettings, split_rows, user_of
 from coterie.engines.processes.engine import serve
 from coterie.engines.processes.processes import Processes
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
@@ -183,8 +183,9 @@ def meet(
         elsewhere=[value for each in targets for value in each or ()],
         **columns,
     )
-    splitting = target, table.kind, asked.shares, asked.own_examples
-    parts = split_at_most(table.rows[name], *splitting, seed=seed, name=name)
+    own_rows, most = table.rows[name], asked.own_examples
+    splitting: dict[str, Any] = {"own_examples": most, "at_most": True, "seed": seed}
+    parts = split_rows(own_rows, target, table.kind, asked.shares, whose=repr(name), **splitting)
     own = Statistics.of(
         parts[0][list(table.roles.features)], parts[0][target], table.kind, table.roles.categorical
     )

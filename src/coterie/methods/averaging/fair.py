@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import NOT_NEGATIVE, POSITIVE
+from coterie.arguments import NOT_NEGATIVE, POSITIVE, checked
 from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 
@@ -17,6 +17,7 @@ It divides by powers of losses.
 
 
 @dataclass(frozen=True)
+@checked(weight_lr=POSITIVE)
 class AFL(LocalSteps):
     """Minimise the loss of the worst mixture of all users: those who fare worst count most.
 
@@ -47,10 +48,6 @@ class AFL(LocalSteps):
     weight_lr: float = 0.01
     averaged: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        POSITIVE("weight_lr", self.weight_lr)
-
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and users weighted by their examples."""
         return {"step": 0, "x": x, "mean": x} | weighed(users.shares)
@@ -77,6 +74,7 @@ class AFL(LocalSteps):
 
 
 @dataclass(frozen=True)
+@checked(q=NOT_NEGATIVE)
 class QFFL(LocalSteps):
     """Minimise a power of the losses, so that a user counts the more the larger its loss is.
 
@@ -103,10 +101,6 @@ class QFFL(LocalSteps):
 
     local_steps: int = 1
     q: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        NOT_NEGATIVE("q", self.q)
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from coterie.arguments import COUNT
+from coterie.arguments import COUNT, checked
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import METHOD, Method
@@ -12,6 +12,7 @@ from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(together=METHOD, rounds=COUNT)
 class FineTuning:
     """Train one model together for some rounds, then let every user continue from it alone.
 
@@ -40,10 +41,6 @@ class FineTuning:
 
     rounds: int
     together: Method = field(default_factory=FedAvg)
-
-    def __post_init__(self) -> None:
-        METHOD("together", self.together)
-        COUNT("rounds", self.rounds)
 
     @property
     def gradients_a_round(self) -> int:

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import COUNT, POSITIVE
+from coterie.arguments import COUNT, POSITIVE, checked
 from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(weight_lr=POSITIVE, weight_steps=COUNT)
 class FedALA(LocalSteps):
     """Learn for every number of the model how much of the common model to take before the own steps.
 
@@ -42,11 +43,6 @@ class FedALA(LocalSteps):
     local_steps: int = 5
     weight_lr: float = 1.0
     weight_steps: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        POSITIVE("weight_lr", self.weight_lr)
-        COUNT("weight_steps", self.weight_steps)
 
     @property
     def gradients_a_round(self) -> int:

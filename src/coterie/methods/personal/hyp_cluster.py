@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import COUNT, POSITIVE
+from coterie.arguments import COUNT, POSITIVE, checked
 from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import seeded
 
 
 @dataclass(frozen=True)
+@checked(clusters=COUNT, spread=POSITIVE)
 class HypCluster(LocalSteps):
     """Let every user choose the best of q models by its loss, and average within each choice.
 
@@ -48,11 +49,6 @@ class HypCluster(LocalSteps):
     clusters: int = 2
     local_steps: int = 1
     spread: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        COUNT("clusters", self.clusters)
-        POSITIVE("spread", self.spread)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: q models around x; every user has the first."""

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import POSITIVE, real
+from coterie.arguments import POSITIVE, checked, real
 from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import uniform
 
 
 @dataclass(frozen=True)
+@checked(penalty=POSITIVE, probability=real("lie between 0 and 1", lambda p: 0 < p < 1))
 class L2GD(LocalSteps):
     """Toss a coin: with probability p move towards the mean of all models, else by the own gradient.
 
@@ -45,11 +46,6 @@ class L2GD(LocalSteps):
     local_steps: int = 1
     penalty: float = 0.1
     probability: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        POSITIVE("penalty", self.penalty)
-        real("lie between 0 and 1", lambda p: 0 < p < 1)("probability", self.probability)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""

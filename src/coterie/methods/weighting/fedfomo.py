@@ -6,13 +6,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.arguments import one_of
+from coterie.arguments import checked, one_of
 from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
+@checked(start=one_of("own", "mine"))
 class FedFomo(LocalSteps):
     """Move towards the models that are better on user 0's validation examples.
 
@@ -44,10 +45,6 @@ class FedFomo(LocalSteps):
     start: Literal["own", "mine"] = "own"
 
     models_in = "points"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("own", "mine")("start", self.start)
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x."""
