@@ -71,19 +71,19 @@ def client_app(
         caps: what the peer gives at most; see `Caps`.
         privacy: what the peer promises about each example; see `Privacy`.
         sums: give masked sums only, and which; see `SumsOnly`.
-        log_of: the file in which requests are counted, and beside which the keys of masked sums
-            are kept. Caps, privacy and sums need it, since Flower forgets a ClientApp after each
-            message.
+        log_of: the file in which requests are counted; the secret by which batches are drawn, and
+            the keys of masked sums, are beside it. Caps, privacy and sums need it, since Flower
+            forgets a ClientApp after each message: with a new secret each time, user 0 could
+            compare other draws.
 
     Example:
         >>> import torch, coterie.flower  # doctest: +SKIP
         >>> app = coterie.flower.client_app(my_user, my_model, torch.nn.CrossEntropyLoss())  # doctest: +SKIP
     """
-    limited = caps is not None and caps.gradients is not None
-    if log_of is None and (limited or privacy is not None or sums is not None):
+    if log_of is None and (privacy is not None or sums is not None or caps not in (None, Caps())):
         raise KnobError(
             "`log_of` must name a file: Flower forgets a ClientApp after each message, and so its"
-            " counts and keys"
+            " counts, its keys and the secret by which it draws batches"
         )
     # where Flower keeps the process, the model is built once
     known: dict[tuple[int, int], Responder] = {}
@@ -193,13 +193,13 @@ class FlowerGrid:
         """Wait for the SuperNodes, ask for their names, and return the engine."""
         names, seconds = self._named()
         sites = FlowerSites(self.grid, names)
-        how: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "batch_size": batch_size,
             "seed": seed,
             "timeout": self.timeout,
             **self.knobs,
         }
-        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **how)
+        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **settings)
         engine.exchange_seconds, engine.longest = seconds, self.longest
         return engine
 
@@ -215,11 +215,11 @@ class FlowerGrid:
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
         began = time.monotonic()
-        replies = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began))
-        told = replies.wait()
+        sent = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began))
+        replies = sent.wait()
         seconds = time.monotonic() - began
         names: dict[str, int] = {}
-        for node, reply in sorted(told.items()):
+        for node, reply in sorted(replies.items()):
             name = reply.get("name") if isinstance(reply, dict) else None
             if not isinstance(name, str) or name in names:
                 raise DataError(
@@ -228,7 +228,7 @@ class FlowerGrid:
                 )
             names[name] = int(node)
         if len(names) < self.peers:
-            why = "".join(f"; {node}: {printable(said)}" for node, said in replies.failed.items())
+            why = "".join(f"; {node}: {printable(said)}" for node, said in sent.failed.items())
             raise DataError(
                 f"{len(names)} of {self.peers} SuperNodes told their names; see the logs of the"
                 f" others, or let them take longer (`patience`){why}"

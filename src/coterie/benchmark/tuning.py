@@ -20,7 +20,7 @@ from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors_of, evaluate, outputs_on
 from coterie.learners.spec import RunSpec
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import Rule, weights_in
 from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.many import train_many
@@ -66,20 +66,18 @@ class Tuning:
     def __init__(
         self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int
     ) -> None:
-        self.task, self.model, self.steps, self.batch_size, self.seed = (
-            task,
-            model,
-            steps,
-            batch_size,
-            seed,
-        )
+        self.task = task
+        self.model = model
+        self.steps = steps
+        self.batch_size = batch_size
+        self.seed = seed
         self.regression = task.n_outputs == 1
         self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         self.me = copy.copy(task.me)
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[MethodSetting, float], Trial] = {}
         self._chosen: dict[Knobs | Fixed, tuple[Rule, float]] = {}
-        self._facts = RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
+        self._facts = RunSizes(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
         self._falling = partial(_falling, steps=steps)
 
     def outcome(self, settings: Sequence[MethodSetting]) -> Outcome:
@@ -105,8 +103,8 @@ class Tuning:
     def prepare(self, settings: Sequence[MethodSetting]) -> None:
         """Train these settings where they are not trained yet, as many at once as can be."""
         first = [setting.start or setting for setting in settings]
-        for some in (first, settings):  # a start is chosen before what starts from it
-            pairs = dict.fromkeys((setting, lr) for setting in some for lr in setting.lrs)
+        for group in (first, settings):  # a start is chosen before what starts from it
+            pairs = dict.fromkeys((setting, lr) for setting in group for lr in setting.lrs)
             self._train_together([pair for pair in pairs if pair not in self._trials])
 
     def trial(self, setting: MethodSetting, lr: float) -> Trial:

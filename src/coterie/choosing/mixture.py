@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
-from coterie.engines.capabilities import AnswersESteps
+from coterie.engines.capabilities import Asks
 from coterie.engines.engine import AllRows, Answers, Engine, Question
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.errors import DataError, KnobError
@@ -31,7 +31,7 @@ from coterie.mixture.answers import TOLD, EStep
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
-from coterie.mixture.mixing import MixtureEntry, told
+from coterie.mixture.mixing import MixtureEntry, mean_difference
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
     EXCHANGES,
@@ -381,12 +381,12 @@ class ClosedForm(Learner):
     def _exchange(self, asked: AllRows, sent: int) -> Answers:
         """Ask all peers, who count alike; `sent` is how many numbers the question has."""
         engine = self.engine
-        if not isinstance(engine, AnswersESteps):
-            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        if not isinstance(engine, Asks):
+            raise TypeError(f"{type(engine).__name__} has no `ask`")
         can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)
         alike = torch.full((1, peers), 1 / max(1, peers)).double()
         self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
-        answers = engine.e_step(Question(point, self.exchanges, alike, e_step=asked))()
+        answers = engine.ask(Question(point, self.exchanges, alike, e_step=asked))()
         self.exchanges += 1
         if not can.local and (said := self._ends.after_one()):
             logger.warning("%s", said)
@@ -429,7 +429,8 @@ class ClosedForm(Learner):
             if names[0] in left_out or not answers.answered.any():
                 continue
             try:
-                sums.append(asked.checked(numbers.cpu().numpy(), self._roots.get(names)))
+                root = self._roots.get(names)
+                sums.append(asked.checked(numbers.cpu().numpy(), root, len(names)))
             except DataError as error:
                 left_out |= dict.fromkeys(names, str(error))
                 continue
@@ -540,7 +541,7 @@ def account_of(
         weight = 1.0 if name == "served" else entries[name].weight if name in entries else 0.0
         line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
         if n >= FEWEST and name != "served":
-            said = told(fitted.served.losses - one.losses, fitted.folds)
+            said = mean_difference(fitted.served.losses - one.losses, fitted.folds)
             line |= said._asdict()
         if on_test is not None and ours is not None:
             line["test"] = float(on_test(one).mean())
@@ -572,8 +573,8 @@ def _sentence(fitted: Fitted) -> str:
     guess = math.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
-            "a constant is served: nothing was better than it on the own examples (loss"
-            f" {guess:.4g})"
+            f"a constant is served; its loss is {guess:.4g} on own examples that were held out"
+            " in turn"
         )
     no_worse = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(

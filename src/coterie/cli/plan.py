@@ -230,14 +230,14 @@ def _problem(
     if measured.data is not None:
         estimates = _on_table(measured.data, measured, steps)
     options = {name: value for name, value in asdict(known).items() if value is not None}
-    constants = (_alike(estimates, steps) if estimates else {}) | options
+    constants = (_constants_of(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
         raise KnobError(
             f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured"
         )
     doubted = None
     if estimates and known.bias_floor is None:
-        doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)
+        doubted = theory.Constants(**_constants_of(estimates, steps, bias_errors=2) | options)
     return theory.Constants(**constants), doubted, steps
 
 
@@ -250,10 +250,10 @@ def _promise(
     """
     examples = promised.examples
     if examples is None and measured.run is not None:
-        told = [
+        sizes = [
             n for n in record_of(measured.run).configuration.peers.values() if isinstance(n, int)
         ]
-        examples = round(np.mean(told)) if told else None
+        examples = round(np.mean(sizes)) if sizes else None
     for name, value in {"examples": examples, "parameters": promised.parameters}.items():
         if value is None:
             raise KnobError(f"`--{name}` is missing: the noise behind `--epsilon` depends on it")
@@ -335,13 +335,16 @@ def _estimates(record: Record, run: Path) -> Estimates:
     if not record.configuration.estimates:
         why = (
             record.configuration.not_measured
-            or "it was trained alone, by a method, or with `measure=False`"
+            or "it was trained alone, by a method, by a rule without knobs, or with"
+            " `measure=False`; train with `measure=True`"
         )
         raise DataError(f"the run in {run} has no measured constants: {why}; give them by options")
     return Estimates.from_plain(record.configuration.estimates)
 
 
-def _alike(estimates: Estimates, steps: int, *, bias_errors: float | None = None) -> dict[str, Any]:
+def _constants_of(
+    estimates: Estimates, steps: int, *, bias_errors: float | None = None
+) -> dict[str, Any]:
     """Return the constants of peers that are all alike and together do as those measured, equally weighed."""
     peers = estimates.constants(steps, bias_errors=bias_errors)
     n = len(estimates.peers)

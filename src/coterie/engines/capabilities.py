@@ -10,7 +10,6 @@ from torch import Tensor
 
 from coterie.engines.engine import Answers, Capabilities, Engine, Question
 from coterie.engines.in_process.copies import Copies
-from coterie.engines.in_process.sampler import Drawn
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
@@ -19,15 +18,13 @@ from coterie.users.user import User
 
 __all__ = [
     "AnswersAtOwnPoints",
-    "AnswersESteps",
-    "AsksAtPoints",
+    "Asks",
     "Capabilities",
     "Captures",
     "LimitsExchanges",
     "Local",
     "Stackable",
     "TellsPromises",
-    "WorksLocally",
     "require",
 ]
 
@@ -67,32 +64,18 @@ class AnswersAtOwnPoints(Engine, Protocol):
 
 
 @runtime_checkable
-class AsksAtPoints(Engine, Protocol):
-    """An engine that asks peers at several points in one exchange (`many_points`)."""
+class Asks(Engine, Protocol):
+    """An engine that asks its peers a `Question`.
+
+    It says which: gradients at several points (`many_points`), steps of their own (`local_work`),
+    E-steps (`no_e_steps` is empty).
+    """
 
     def ask(self, question: Question) -> Callable[[], Answers]:
-        """Ask, and return at once what waits for the answers; `PeerLost` as for `gradients`."""
+        """Ask, and return at once what waits for the answers; `PeerLost` as for `gradients`.
 
-
-@runtime_checkable
-class WorksLocally(Engine, Protocol):
-    """An engine whose peers take steps of their own (`local_work`)."""
-
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Ask each peer, at one point at most, for the steps in `question.work`.
-
-        Return what waits for them.
-        """
-
-
-@runtime_checkable
-class AnswersESteps(Engine, Protocol):
-    """An engine whose peers answer E-steps (`no_e_steps` is empty)."""
-
-    def e_step(self, question: Question) -> Callable[[], Answers]:
-        """Ask each peer with a weight for `question.e_step`, and return what waits for the answers.
-
-        They are rows where the engine has rows, else their weighted sum.
+        Steps of its own each peer takes from one point at most. Answers to an E-step are rows where
+        the engine has rows, else their weighted sum.
         """
 
 
@@ -147,20 +130,11 @@ class Stackable(Local, Protocol):
     def copies(self) -> Copies:
         """Return the model in many copies."""
 
-    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
-        """Return user 0's batch at a step, and those of these peers, grouped by size."""
-
-    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
-        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
-
-    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
-        """Return user 0's batch, and those of these peers, from a row of `indices`."""
-
 
 Capability = Literal["rows", "own_points", "local", "capture", "local_work"]
 
 _METHODS: dict[str, Any] = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
-_METHODS |= {"local_work": WorksLocally}
+_METHODS |= {"local_work": Asks}
 _REFUSALS = {
     "rows": (
         "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
@@ -203,7 +177,7 @@ def require(
 @overload
 def require(
     engine: Engine, capability: Literal["local_work"], for_whom: str, purpose: str = ...
-) -> WorksLocally: ...
+) -> Asks: ...
 def require(engine: Engine, capability: Capability, for_whom: str, purpose: str = "") -> Engine:
     """Return the engine, with the methods of a capability.
 

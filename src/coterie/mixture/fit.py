@@ -7,14 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from coterie.mixture.answers import EStep, StackedUsers
-from coterie.mixture.candidates import (
-    Candidates,
-    OwnRows,
-    constant,
-    flat_prior,
-    judged,
-    paths,
-)
+from coterie.mixture.candidates import Candidates, OwnRows, constant, flat_prior, judged, paths
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows, outputs_of
@@ -114,12 +107,7 @@ def fit(
     is_constant = bool(served.losses.mean() > guess.losses.mean())
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted(
-        guess if is_constant else served,
-        by_alone,
-        entries,
-        tau,
-        views - 1,
-        is_constant=is_constant,
+        guess if is_constant else served, by_alone, entries, tau, views - 1, is_constant=is_constant
     )
 
 

@@ -44,7 +44,7 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
             [[_row(*each) for each in records.items()]],
         ),
         *_against_alone(records),
-        *_curves(records),
+        *_loss_curves(records),
         *(_of_run(name, record) for name, record in records.items()),
     ]
     return write_page(path, f"{len(records)} runs compared", sections, lead=lead)
@@ -82,17 +82,15 @@ def _against_alone(records: Mapping[str, Record]) -> list[Section]:
             shown = interval(f"{name}, {measure}", one, said.clear.get(measure), said.comparison)
             intervals.setdefault(measure, []).append(shown)
     charts = [
-        interval_chart(some, f"difference to alone in {measure}")
-        for measure, some in intervals.items()
+        interval_chart(group, f"difference to alone in {measure}")
+        for measure, group in intervals.items()
     ]
-    return (
-        [Section("Against training alone", ["Right of the mark is better."], charts=charts)]
-        if charts
-        else []
-    )
+    if charts:
+        return [Section("Against training alone", ["Right of the mark is better."], charts=charts)]
+    return []
 
 
-def _curves(records: Mapping[str, Record]) -> list[Section]:
+def _loss_curves(records: Mapping[str, Record]) -> list[Section]:
     lines: dict[str, Points] = {
         name: record.curve("validation_loss") for name, record in records.items()
     }
@@ -105,8 +103,6 @@ def _curves(records: Mapping[str, Record]) -> list[Section]:
 
 def _of_run(name: str, record: Record) -> Section:
     """Return what one run says by itself."""
-    said, whom = (
-        verdict(record.configuration, record.end).sentence,
-        whom_section(record.configuration, record.end),
-    )
+    said = verdict(record.configuration, record.end).sentence
+    whom = whom_section(record.configuration, record.end)
     return Section(name, [said, *whom.text], charts=whom.charts, folded=True)

@@ -19,7 +19,7 @@ from coterie.everyone.train import train_everyone
 from coterie.learners.spec import RunSpec
 from coterie.recording import files
 from coterie.recording.claim import claimed
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.reporting.page import Section
 from coterie.tables import models
 from coterie.tables.calibration import save_calibration, save_pooled_calibration
@@ -138,7 +138,7 @@ def _folder_of_split(out: Path, k: int) -> Path:
 
 def fit_everyone(
     table: TableUsers,
-    rule: Callable[[RunFacts], Followed],
+    rule: Callable[[RunSizes], Followed],
     model: str,
     out: Path,
     *,
@@ -189,7 +189,9 @@ def fit_everyone(
         runs = replace(runs, not_trained={**left_out, **runs.not_trained})
         folders = folder_names(list(runs.runs))
         try:
-            given = {name: run.contributions() for name, run in runs.runs.items() if contributions}
+            contributions_of = {
+                name: run.contributions() for name, run in runs.runs.items() if contributions
+            }
             more = {
                 name: [
                     *(
@@ -197,13 +199,22 @@ def fit_everyone(
                         if len(splits.get(name, "")) > 1
                         else []
                     ),
-                    *([contributed(given[name], out / folders[name])] if given else []),
+                    *(
+                        [contributed(contributions_of[name], out / folders[name])]
+                        if contributions_of
+                        else []
+                    ),
                 ]
                 for name, run in runs.runs.items()
             }
             _write(out, runs, table, model=model, folders=folders, more=more)
             pages = {name: f"{place}/index.html" for name, place in folders.items()}
-            write_everyone_page(out / "index.html", runs, pages, gifts(given) if given else None)
+            write_everyone_page(
+                out / "index.html",
+                runs,
+                pages,
+                gifts(contributions_of) if contributions_of else None,
+            )
             files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
         except FileError as error:
             raise FileError(
@@ -214,7 +225,7 @@ def fit_everyone(
 
 def _train_all(
     table: TableUsers,
-    rule: Callable[[RunFacts], Followed],
+    rule: Callable[[RunSizes], Followed],
     model: str,
     out: Path,
     *,
@@ -225,7 +236,7 @@ def _train_all(
 ) -> Runs:
     sizes = {user.name: len(user) for user in table.users}
     rules = {
-        name: rule(RunFacts(own, {other: n for other, n in sizes.items() if other != name}, steps))
+        name: rule(RunSizes(own, {other: n for other, n in sizes.items() if other != name}, steps))
         for name, own in sizes.items()
     }
     shares = class_shares(table.users, table.preparation)

@@ -4,7 +4,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.gradients.simplex import water_filling
-from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
+from coterie.theory.constants import (
+    Constants,
+    Numbers,
+    as_numbers,
+    check,
+    check_alpha,
+    check_pl,
+    check_steps,
+)
 
 
 def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Numbers:
@@ -21,7 +29,7 @@ def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Number
 
     Reference: Theorem 1, μ-PL case; Section 4, “Speedup over training alone”.
     """
-    alpha, steps, mu = check_alpha(alpha), check_steps(steps), _pl(problem)
+    alpha, steps, mu = check_alpha(alpha), check_steps(steps), check_pl(problem.pl)
     left = np.maximum(1 - alpha**2 * problem.bias_growth, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         noise = problem.smoothness * problem.variance(alpha) / (mu**2 * steps * left**2)
@@ -46,7 +54,7 @@ def best_alpha(problem: Constants, steps: Numbers) -> Numbers:
     Reference: Appendix C.2, “Choice of the collaboration weight α”.
     """
     m, own = problem.bias_growth, np.square(problem.noise)
-    z = _pl(problem) * problem.bias_floor**2 * check_steps(steps) / problem.smoothness
+    z = check_pl(problem.pl) * problem.bias_floor**2 * check_steps(steps) / problem.smoothness
     total = own + problem.peer_variance
     if np.all(np.equal(m, 0)):
         return _share(own, problem.peer_variance + z)
@@ -97,7 +105,7 @@ def averaging_speedup(problem: Constants, steps: Numbers, alpha: Numbers | None 
     Reference: Section 4, “Speedup over training alone”, and the figures of Appendix C.2.
     """
     alpha = best_alpha(problem, steps) if alpha is None else alpha
-    return _over(averaging_cost(problem, 0.0, steps), averaging_cost(problem, alpha, steps))
+    return _ratio(averaging_cost(problem, 0.0, steps), averaging_cost(problem, alpha, steps))
 
 
 def oracle_speedup(problem: Constants, oracle_noise: Numbers = 0.0) -> Numbers:
@@ -112,7 +120,7 @@ def oracle_speedup(problem: Constants, oracle_noise: Numbers = 0.0) -> Numbers:
     Reference: Theorem 2, “Speedup over training alone”.
     """
     peers = problem.peer_variance + as_numbers("oracle_noise", oracle_noise) ** 2 / problem.n_peers
-    return _over(np.square(problem.noise) + peers, peers)
+    return _ratio(np.square(problem.noise) + peers, peers)
 
 
 def best_tau(
@@ -145,7 +153,9 @@ def best_tau(
     left = 1 - alpha**2 * problem.bias_growth
     check("alpha", alpha, np.greater(left, 0), "must be below 1/√m, m being `bias_growth`")
     return water_filling(
-        peer_noise, bias_floor, problem.smoothness / (_pl(problem) * check_steps(steps) * left)
+        peer_noise,
+        bias_floor,
+        problem.smoothness / (check_pl(problem.pl) * check_steps(steps) * left),
     )
 
 
@@ -182,23 +192,13 @@ def mean_estimation(
     )
 
 
-def _pl(problem: Constants) -> Numbers:
-    check(
-        "pl",
-        problem.pl,
-        np.greater(problem.pl, 0),
-        "must be positive for a cost in terms of the loss",
-    )
-    return problem.pl
-
-
 def _share(part: Numbers, rest: Numbers) -> Numbers:
     """Return part/(part + rest); 0 where both vanish, since without noise peers cannot help."""
     whole = np.asarray(part + rest)
     return np.asarray(np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0))[()]
 
 
-def _over(alone: Numbers, together: Numbers) -> Numbers:
+def _ratio(alone: Numbers, together: Numbers) -> Numbers:
     """Return alone/together; infinite where only the latter vanishes, 1 where both do."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.divide(alone, together)

@@ -27,7 +27,15 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
+from coterie.theory.constants import (
+    Constants,
+    Numbers,
+    as_numbers,
+    check,
+    check_alpha,
+    check_lr,
+    check_steps,
+)
 from coterie.theory.descent import alone
 
 Kind: TypeAlias = Literal["stale", "local"]
@@ -69,7 +77,7 @@ def stale_bound(
         0.0560
         0.0793
     """
-    alpha, lr, steps, every = _checked(problem, alpha, lr, (steps, every), problem.smoothness)
+    alpha, lr, steps, every = _checked_knobs(problem, alpha, lr, (steps, every), problem.smoothness)
     kappa, growth = lr * every * problem.smoothness, problem.bias_growth
     noise = (1 - alpha) ** 2 * problem.noise**2 / every + alpha**2 * problem.peer_variance
 
@@ -78,7 +86,7 @@ def stale_bound(
         q = (1 + theta) / 2 + 8 / 5 * drift
         left = 1 / 2 - 8 / 5 * drift - q * alpha**2 * growth
         cost = problem.initial_gap / (lr * steps) + q * alpha**2 * problem.bias_floor**2
-        return _over(cost + (kappa + 6 / 5 * drift) * noise, left)
+        return _quotient(cost + (kappa + 6 / 5 * drift) * noise, left)
 
     return _least(bound)
 
@@ -107,7 +115,7 @@ def local_bound(
         0.0797
     """
     smoothness = _local_smoothness(problem)
-    alpha, lr, steps, every = _checked(problem, alpha, lr, (steps, every), smoothness)
+    alpha, lr, steps, every = _checked_knobs(problem, alpha, lr, (steps, every), smoothness)
     kappa, growth = lr * every * smoothness, problem.bias_growth
     noise = (
         problem.peer_variance * problem.n_peers
@@ -124,7 +132,7 @@ def local_bound(
             + (bias + 8 / 5 * drift * alpha) * problem.bias_floor**2
         )
         noise = problem.smoothness * lr * problem.variance(alpha) + 6 / 5 * drift * drifting
-        return _over(cost + noise, left)
+        return _quotient(cost + noise, left)
 
     return _least(bound)
 
@@ -207,31 +215,21 @@ def _time(steps: int, cost: float) -> tuple[int, float]:
     return steps, cost
 
 
-def _checked(
+def _checked_knobs(
     problem: Constants,
     alpha: Numbers,
     lr: Numbers,
     counts: tuple[Numbers, Numbers],
     smoothness: Numbers,
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    for name in ("noise_growth", "peer_noise_growth"):
-        check(name, getattr(problem, name), np.equal(getattr(problem, name), 0), "must be 0 here")
-    alpha, steps = check_alpha(alpha), check_steps(counts[0])
-    lr, every = as_numbers("lr", lr), as_numbers("every", counts[1])
+    problem.check_bounded_noise()
+    alpha, steps, every = check_alpha(alpha), check_steps(counts[0]), as_numbers("every", counts[1])
     check("every", every, np.greater_equal(every, 1), "must be at least 1")
-    check("lr", lr, np.greater(lr, 0), "must be positive")
-    limit = 1 / (2 * every * smoothness)
-    check(
-        "lr",
-        lr,
-        np.less_equal(lr, limit * (1 + 1e-9)),
-        "must keep κ at most 1/2",
-        f"take {np.min(limit):g}",
-    )
+    lr = check_lr(lr, 1 / (2 * every * smoothness), "must keep κ at most 1/2")
     return alpha, lr, steps, every
 
 
-def _over(cost: Numbers, left: Numbers) -> Numbers:
+def _quotient(cost: Numbers, left: Numbers) -> Numbers:
     """Return cost/left; infinite where nothing is left."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(np.greater(left, 0), cost / np.maximum(left, 1e-300), np.inf)

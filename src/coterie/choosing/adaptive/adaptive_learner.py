@@ -14,23 +14,24 @@ every K-th step, and where they are judged; in the steps between, what they last
 
 What is served is a mixture of all points at the evaluations, by how well the blind copies predict
 the rows that they did not see (`evaluations`). This file takes the steps of all copies, in order.
-`schedule` says at which step what is done, `weights` and `peer_weights` whom the trunks follow.
+`Schedule` says at which step what is done, `weights` whom the trunks follow.
 """
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import compress
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.choosing.adaptive.directions import PeerSums, WithoutOutliers, followed, peer_sums
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
-from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.weights import Array, PeerWeights
+from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
 from coterie.choosing.mixture import account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
@@ -41,6 +42,77 @@ from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack, why_not_capturable, why_not_stacked
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
+
+GRAMS = 12
+"""Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
+EVALUATIONS = 7
+"""Evaluations in each half of a run, beside that before the first step."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: the trunk up to `half`, then the branch.
+
+    Example:
+        >>> schedule = Schedule.of(60)
+        >>> schedule.half, [*schedule.judging][:4]
+        (30, [0, 2, 4, 6])
+        >>> sorted(schedule.evaluations)
+        [0, 1, 2, 3, 5, 10, 17, 30, 31, 32, 33, 35, 40, 47, 60]
+    """
+
+    steps: int
+    half: int  # the branch's first step
+    between_grams: int  # in the trunk every peer is judged so often
+
+    @classmethod
+    def of(cls, steps: int) -> Self:
+        """Return the schedule of a run of so many steps."""
+        half = max(1, round(steps / 2))
+        return cls(steps, half, max(1, half // GRAMS))
+
+    @functools.cached_property
+    def evaluations(self) -> frozenset[int]:
+        """The steps after which all copies are judged: dense where a half begins."""
+        after = (
+            np.geomspace(max(1, n // 50), max(1, n), EVALUATIONS).round().astype(int)
+            for n in (self.half, self.steps - self.half)
+        )
+        first, second = ({*each.tolist()} for each in after)
+        second = {min(self.half + step, self.steps) for step in second}
+        return frozenset({0, self.half, self.steps, *first, *second})
+
+    @functools.cached_property
+    def judging(self) -> range:
+        """The steps that judge every peer by itself."""
+        return range(0, self.half, self.between_grams)
+
+    def exchanges(self, every: int) -> tuple[int, int]:
+        """Return in how many steps of each half peers are asked.
+
+        Every so many, where they are judged, and at the fork.
+
+        Example:
+            >>> Schedule.of(240).exchanges(8), Schedule.of(240).exchanges(1)
+            ((24, 15), (120, 120))
+        """
+        asked = {
+            *range(0, self.steps, every),
+            *self.judging,
+            min(self.half, self.steps - 1),
+        }
+        first = sum(step < self.half for step in asked)
+        return first, len(asked) - first
+
+    def alike(self, step: int) -> int:
+        """Return how many steps from this one on are the same work.
+
+        To the next Gram matrix, evaluation or fork.
+        """
+        ends = [min(each for each in (*self.evaluations, self.steps + 1) if each > step)]
+        if step < self.half:
+            ends.append(step + -step % self.between_grams)
+        return min(ends) - step
 
 
 class OwnSetting(NamedTuple):
@@ -73,9 +145,14 @@ class AdaptiveLearner(Learner):
         self.n_folds = int(looks.folds.max()) + 1
         self.settings = sorted(settings)  # those of one step size come one after the other
         self.schedule = Schedule.of(spec.steps)
-        self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds)
+        self.peer_weights = PeerWeights(
+            engine, spec.steps, self.schedule.half, self.points.d, self.n_folds
+        )
         start, d = self.points.start(), self.points.d
-        self.alone = self._own_stack(start[:d].expand(len(self._own_parts), -1))
+        # the part of the own examples that each copy of alone, and of the branch, sees
+        self.parts = [*range(self.n_folds + 1)] * len(self.settings)
+        self.judging = [*range(1, self.n_folds + 1)]  # the part that judges each trunk
+        self.alone = self._own_stack(start[:d].expand(len(self.parts), -1))
         self.branch: Stack | None = None
         self.peers = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
         stacks = {"alone": self.alone, "peers": self.peers}
@@ -85,8 +162,10 @@ class AdaptiveLearner(Learner):
         self.origins = torch.zeros_like(self.alone.x)  # towards which the branch is held back
         decays = [each.decay for each in self.settings]
         self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
-        self.trunk_weights = self._tensor(self.peer_weights.of_trunks())
+        self._collect()
+        self.trunk_weights = self.x.new_zeros(self.n_folds + 1, len(engine.names))
         self.pooled_weights = self.trunk_weights[-1:].clone()
+        self._weigh()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         # how long what peers send may be
@@ -102,16 +181,6 @@ class AdaptiveLearner(Learner):
     def followed(self) -> Any:
         """The rule that was asked for."""
         return self.spec.rule
-
-    @property
-    def half(self) -> int:
-        """The branch's first step."""
-        return self.schedule.half
-
-    @property
-    def _own_parts(self) -> list[int]:
-        """The part of the own examples that each copy of alone, and of the branch, sees."""
-        return [*range(self.n_folds + 1)] * len(self.settings)
 
     def _own_stack(self, x: Tensor) -> Stack:
         """Return copies that follow the own examples, each by its setting's step size."""
@@ -131,99 +200,96 @@ class AdaptiveLearner(Learner):
         """
         if not self.looks.paths:
             self._look()
-        points, judges = self._points("peers"), self.schedule.judges(self.step)
-        in_trunk = self.step < self.half
+        points, judges = self._points("peers"), self.step in self.schedule.judging
+        in_trunk = self.step < self.schedule.half
         weights = self.trunk_weights if in_trunk else self.pooled_weights
-        own, parts = [self._points("alone")], self._own_parts
+        own, parts = [self._points("alone")], self.parts
         if self.branch is not None:
             own.append(self._points("branch"))
             parts = parts * 2
         if self.buffers["peers"].shape[1]:  # running statistics are those of the own examples
             own.append(points)
-            parts = [*parts, *([*self._judging(), 0] if in_trunk else [0])]
+            parts = [*parts, *([*self.judging, 0] if in_trunk else [0])]
         self._asks = judges or self.last_exchange is None or not self._holds()
         if judges:
             self._pooled = self.peer_weights.by_size
         if not self._asks:
             points, weights = points[:0], self._nobody
-        each = self._judging() if judges else ()
+        each = self.judging if judges else ()
         return Question(torch.cat([points, *own]), self.step, weights, own=parts, each=each)
 
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step of all copies that the answers make; asked for here when None."""
         answers = self.points.ask(self.question()) if answers is None else answers
         asked = len(self.peers.x) if self._asks else 0
-        own, loss = (each[0] for each in self.own_answers(answers))
+        given, losses = cast("Tensor", answers.sums), cast("Tensor", answers.losses)
+        own, sums, answered = given[asked:], given[:asked], answers.answered
         if not self._asks and self.last_exchange is not None:  # between exchanges: the last sums
-            peers = PeerSums(self.last_exchange["sums"], self.last_exchange["answered"])
-            return NextStep(own, loss, {}, partial(self._take, answers, peers))
-        if answers.judged is None:
-            take = partial(self._take, answers, peer_sums(answers, asked))
-            return NextStep(own, loss, answers.left_out, take)
+            sums, answered = self.last_exchange["sums"], self.last_exchange["answered"]
+        if not self._asks or answers.judged is None:
+            take = partial(self._take, answers, own, sums, answered)
+            return NextStep(own[0], losses[0], answers.left_out if self._asks else {}, take)
         bounded, names = self.spec.norm_bound is not None, self.engine.names
         near = WithoutOutliers.of(answers, self.longest[:-1], bounded=bounded, names=names)
-        return NextStep(own, loss, near.left_out, partial(self._take_judging, answers, near))
+        take = partial(self._take_judging, answers, own, sums, near)
+        return NextStep(own[0], losses[0], near.left_out, take)
 
-    def _take_judging(self, answers: Answers, near: WithoutOutliers) -> None:
+    def _take_judging(
+        self, answers: Answers, own: Tensor, sums: Tensor, near: WithoutOutliers
+    ) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
         self.longest.copy_(torch.cat([near.longest, near.longest.max()[None]]).nan_to_num(0.0))
-        sums = PeerSums(*near.sums(answers, self.trunk_weights))
+        sums, answered = near.sums(sums, answers.answered, self.trunk_weights)
         self.peer_weights.fit(near)
         self._weigh()
         self.grams += 1
         self.costs.compute(
-            [self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_folds
+            [self.costs.me], int(self.points.parts[self.judging[0]].sum()), times=self.n_folds
         )
         if self.sketch:
             self.costs.exchange(self.engine.names, down=0, up=self.n_folds * self.sketch)
-        self._take(replace(answers, left_out=near.left_out), sums)
+        self._take(replace(answers, left_out=near.left_out), own, sums, answered)
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
-        self.trunk_weights.copy_(self._tensor(self.peer_weights.of_trunks()))
+        self._weights = self.peer_weights.of_trunks()
+        self.trunk_weights.copy_(torch.from_numpy(np.array(self._weights)))
         self.pooled_weights.copy_(self.trunk_weights[-1:])
 
-    def own_answers(self, answers: Answers) -> tuple[Tensor, Tensor]:
-        """Return user 0's gradients and losses."""
-        if answers.sums is None or answers.losses is None:
-            raise AssertionError("sums were asked for, and user 0")
-        return answers.sums[len(self.peers.x) if self._asks else 0 :], answers.losses
-
-    def _take(self, answers: Answers, peers: PeerSums) -> None:
-        """Take the step of all copies."""
-        self._keep(answers, peers)
-        self.direct(self.own_answers(answers)[0], peers)
-        if self.buffers["peers"].shape[1] and answers.buffers is not None:
-            ends = [len(each) for each in self.buffers.values()]
-            parts = torch.split(answers.buffers, [*ends[:1], *ends[2:], ends[1]])
-            alone, *branch, theirs = parts
-            self.buffers |= {"alone": alone, "peers": theirs} | (
-                {"branch": branch[0]} if branch else {}
-            )
-
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        """The parameters of all copies."""
-        return (self.alone, self.peers) + (() if self.branch is None else (self.branch,))
-
-    def direct(self, own: Tensor, peers: PeerSums) -> None:
-        """Write the directions of all copies: the peers' sums, or own gradients with weight decay."""
-        copies = len(self.alone.x)
-        torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
-        followed(peers, self.longest, out=self.peers.direction)
-        if self.branch is not None:
-            away = self.branch.x - self.origins
-            ours = own[copies : 2 * copies]
-            torch.addcmul(ours, self.decays, away, out=self.branch.direction)
-
-    def _keep(self, answers: Answers, peers: PeerSums) -> None:
-        """Keep what the peers said for the steps up to the next exchange, where there are any."""
+    def _take(self, answers: Answers, own: Tensor, sums: Tensor, answered: Tensor) -> None:
+        """Take the step of all copies; keep what the peers said for the steps up to the next exchange."""
         silent = gave_nothing(answers.left_out) if answers.left_out else ()
         self._gave = np.array([name not in silent for name in self.engine.names])
         if answers.refused is not None:
             self._gave = ~answers.refused.numpy()
         if self.exchange_every > 1 and self._asks:
-            self.last_exchange = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
+            self.last_exchange = {"sums": sums.clone(), "answered": answered.clone()}
+        self.direct(own, sums, answered)
+        if self.buffers["peers"].shape[1] and answers.buffers is not None:
+            ends = [len(each) for each in self.buffers.values()]
+            alone, *branch, peers = torch.split(answers.buffers, [*ends[:1], *ends[2:], ends[1]])
+            self.buffers |= {"alone": alone, "peers": peers} | (
+                {"branch": branch[0]} if branch else {}
+            )
+
+    def direct(self, own: Tensor, sums: Tensor, answered: Tensor) -> None:
+        """Write the directions of all copies.
+
+        The peers' sums, or nothing where they are far too long; own gradients with weight decay.
+        """
+        copies = len(self.alone.x)
+        torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
+        answered = answered.clamp(min=1e-12)
+        near = sums.norm(dim=-1) <= self.longest * answered
+        torch.div(
+            sums,
+            torch.where(near, answered, math.inf).unsqueeze(-1),
+            out=self.peers.direction,
+        )
+        if self.branch is not None:
+            away = self.branch.x - self.origins
+            ours = own[copies : 2 * copies]
+            torch.addcmul(ours, self.decays, away, out=self.branch.direction)
 
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken.
@@ -231,9 +297,9 @@ class AdaptiveLearner(Learner):
         Fork the trunk at its end, and evaluate where it is time.
         """
         self._count(n)
-        self.state = {"step": self.step + n, "weight": float(self.step < self.half)}
+        self.state = {"step": self.step + n, "weight": float(self.step < self.schedule.half)}
         self.step += n
-        if self.step == self.half:
+        if self.step == self.schedule.half:
             self._fork()
         if self.step in self.schedule.evaluations:
             self._look()
@@ -263,9 +329,9 @@ class AdaptiveLearner(Learner):
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
         """Write the directions of all copies on the examples drawn; return user 0's loss."""
         answers = self.points.on(self.question(), drawn[0])
-        own, losses = self.own_answers(answers)
-        self.direct(own, peer_sums(answers, len(self.peers.x)))
-        return losses[0]
+        sums, asked = cast("Tensor", answers.sums), len(self.peers.x)
+        self.direct(sums[asked:], sums[:asked], answers.answered)
+        return cast("Tensor", answers.losses)[0]
 
     def taken(self, n: int, losses: Tensor) -> None:
         """Count n steps of a block; nothing else is made of their losses."""
@@ -295,6 +361,11 @@ class AdaptiveLearner(Learner):
             self.origins = torch.stack([x[row].mean(0) for row in begin])
             self.branch = self._own_stack(self.origins)
             self.buffers["branch"] = torch.stack([held[row].mean(0) for row in begin])
+        self._collect()
+
+    def _collect(self) -> None:
+        copies = self.alone, self.peers, self.branch
+        self.stacks = tuple(each for each in copies if each is not None)
 
     def _look(self) -> None:
         """Judge all copies that are candidates."""
@@ -348,7 +419,7 @@ class AdaptiveLearner(Learner):
             return {}
         mine, kappa = travelled.get(self.costs.me, Traffic()), self.peer_weights.kappa()
         return account_of(self.looks.fitted(), self.tau(), len(self.spec.me)) | {
-            "steps": self.schedule.judged(self.step),
+            "steps": [step for step in self.schedule.judging if step < self.step],
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(self.engine.names, kappa[:, 1:].T.tolist(), strict=True))
             if kappa.size
@@ -361,13 +432,6 @@ class AdaptiveLearner(Learner):
             },
         }
 
-    def _judging(self) -> list[int]:
-        """Return the part of the own examples that judges each trunk."""
-        return list(range(1, self.n_folds + 1))
-
-    def _tensor(self, values: list[Array] | Array) -> Tensor:
-        return torch.from_numpy(np.array(values)).to(self.x)
-
     def _points(self, of: Literal["alone", "peers", "branch"]) -> Tensor:
         """Return where the copies are, with the model's buffers where passes move them."""
         stack = {"alone": self.alone, "peers": self.peers, "branch": self.branch}[of]
@@ -378,27 +442,26 @@ class AdaptiveLearner(Learner):
 
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
-        own, weights = len(self.alone.x), self.peer_weights.of_trunks()
-        if self.step >= self.half:
+        own, weights = len(self.alone.x), self._weights
+        if self.step >= self.schedule.half:
             own, weights = own * (1 + (self.branch is not None)), weights[-1:]
-        elif self.schedule.judges(self.step):  # everybody is asked at every trunk
+        elif self.step in self.schedule.judging:  # everybody is asked at every trunk
             weights = [*[np.ones(len(self.engine.names))] * self.n_folds, self._pooled]
         self.costs.compute([self.costs.me], times=own * n)
         if not self._asks:
             return
         for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
             self.gradients_asked += n * bool(row.any())
-            given = [
-                name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes
-            ]
+            given = list(compress(self.engine.names, ((row != 0) & gave).tolist()))
             self.costs.compute(given, times=n)
             self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
-        names = ("step", "half", "state", "longest", "origins", "buffers", "last_exchange")
+        names = ("step", "state", "longest", "origins", "buffers", "last_exchange")
         return {
             **{name: getattr(self, name) for name in names},
+            "half": self.schedule.half,
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),
             "alone": self.alone.state_dict(),
@@ -421,6 +484,7 @@ class AdaptiveLearner(Learner):
         self.branch = None if state["branch"] is None else self._own_stack(state["branch"]["x"])
         if self.branch is not None:
             self.branch.load_state_dict(state["branch"])
+        self._collect()
         self.buffers, self.last_exchange = dict(state["buffers"]), state["last_exchange"]
         self.origins, self.longest = (state[name].to(self.x) for name in ("origins", "longest"))
         self.peer_weights.load_state_dict(state)

@@ -19,9 +19,8 @@ from torch import Tensor
 from coterie.engines.compression import HALVES, Rounding
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer.caps import Caps, clipped
 from coterie.engines.peer.ledger import Ledger, Spending, kept_secret
-from coterie.engines.peer.own_gradients import OwnGradients, secret_bytes
+from coterie.engines.peer.own_gradients import Caps, OwnGradients, clipped, secret_bytes
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Reply, Request
 from coterie.errors import KnobError
@@ -310,9 +309,8 @@ class Peer:
             "norm": norm,  # the largest
         }
         line |= {} if request.e_step is None else {"e_step": request.e_step.told}
-        if not self.ledger.give(
-            given, at_most=self.caps.gradients, **line
-        ):  # another process was faster
+        # another process was faster
+        if not self.ledger.give(given, at_most=self.caps.gradients, **line):
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
         return Reply(
             gradients, seconds=0.0 if masked else time.perf_counter() - began, examples=self.size

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from coterie.engines.in_process.model_support import full_precision, warnings_as_errors
 from coterie.engines.in_process.passes import Buffers, Passes
 from coterie.engines.peer.ghost_norms import MARGIN, clipped_sum_by_layer, takes
-from coterie.errors import CoterieError, DataError, ModelError, blaming
+from coterie.errors import CoterieError, DataError, ModelError, attributing_errors_to
 from coterie.evaluation.losses import PerExample
 from coterie.privacy.accountant import MAX_KINDS, Event
 from coterie.privacy.masks import NoiseShare
@@ -177,9 +177,8 @@ class PrivateGradients:
             if bool(holds.all()):
                 return total
             holds = holds.cpu()
-            if bool(
-                holds.any()
-            ):  # one that needs a pass by itself does not change how others are passed
+            # one that needs a pass by itself does not change how others are passed
+            if bool(holds.any()):
                 rest = self._by_rows(x, chosen[~holds], buffers, seed, step)
                 return rest + self._clipped(x, chosen[holds], buffers, seed, step)
         return self._by_rows(x, chosen, buffers, seed, step)
@@ -259,7 +258,7 @@ class PrivateGradients:
                     else []
                 )
         if not passing:
-            with blaming("the model or the loss, given one example,"):
+            with attributing_errors_to("the model or the loss, given one example,"):
                 self._rows(x, torch.tensor([0]), None, 0, 0)
             raise ModelError(
                 "no example has a finite gradient at the model's first parameters; prepare the"
@@ -270,9 +269,8 @@ class PrivateGradients:
     def _look(self, some: Tensor) -> None:
         """Find out whether examples can be mapped, and refuse a model or loss under which they mix."""
         x, (inputs, targets) = self.passes.parameters.vector(), self.user.take(some, seed=0, step=0)
-        if isinstance(
-            self.user.examples, InMemory
-        ):  # a data set's collation may look at several examples
+        # a data set's collation may look at several examples
+        if isinstance(self.user.examples, InMemory):
             try:
                 with warnings_as_errors():
                     self.passes.each_example(x, inputs, targets, self.passes.buffers())
@@ -281,9 +279,8 @@ class PrivateGradients:
                 self._mapped = False
         together, again = (self._together(x, some, seed) for seed in range(2))
         tolerance = max(TOLERANCE, 10 * torch.finfo(x.dtype).eps)  # of a model in half precision
-        if bool(
-            (together - again).norm() > tolerance * together.norm()
-        ):  # model or data set draw random numbers
+        # model or data set draw random numbers
+        if bool((together - again).norm() > tolerance * together.norm()):
             return
         rows = torch.cat([self._rows(x, piece, None, 0, 0) for piece in self._pieces(x, some)])
         if not bool((together - rows.mean(0)).norm() <= tolerance * together.norm() + 1e-6):
