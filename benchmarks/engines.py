@@ -259,11 +259,14 @@ def flower(d: int, seconds: float, _: Sequence[str] = SIDES) -> dict[str, float]
 
         return app
 
+    def app(mine: coterie.User) -> ClientApp:
+        return client_app(lambda _: mine, lambda _: Flat(d), mse_loss)
+
     torch.set_num_threads(1)
     model, ranks = Flat(d), range(1, 1 + PEERS)
     x, here = Parameters(model).share(), Flat(d)
     grid = DirectGrid([bare_app(rank) for rank in ranks], packed=True)
-    apps = [client_app(lambda _, k=k: user(k), lambda _: Flat(d), mse_loss) for k in ranks]
+    apps = [app(user(rank)) for rank in ranks]
     engine = FlowerGrid(DirectGrid(apps, packed=True), PEERS)(
         model, mse_loss, user(0), batch_size=4
     )
@@ -276,12 +279,12 @@ def flower(d: int, seconds: float, _: Sequence[str] = SIDES) -> dict[str, float]
         own = torch.from_numpy(gradient(here, user(0), x.detach().numpy()))
         (own + sum(answers) / PEERS).norm()
 
-    sides = {"bare": bare, "ours": lambda: engine.gradients(x, 0, weights)}
-    steps = max(5, int(seconds / ROUNDS / 2 / (10e-3 if d < 100_000 else 100e-3)))
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(ROUNDS):
-        for name, side in sides.items():
-            times[name].append(1e3 * statistics.median(timed(side, steps)))
+    measured = {"bare": bare, "ours": lambda: engine.gradients(x, 0, weights)}
+    n_steps = max(5, int(seconds / ROUNDS / 2 / (10e-3 if d < 100_000 else 100e-3)))
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    for _turn in range(ROUNDS):
+        for name, side in measured.items():
+            times[name].append(1e3 * statistics.median(timed(side, n_steps)))
     medians = {name: statistics.median(each) for name, each in times.items()}
     ratios = [ours / bare for ours, bare in zip(times["ours"], times["bare"], strict=True)]
     return medians | {"ratio": statistics.median(ratios)}

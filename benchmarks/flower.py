@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -47,10 +48,9 @@ def expected(rounds: int, local_steps: int) -> dict[str, torch.Tensor]:
     from writers.task import LOSS, make_model, me, peer  # noqa: PLC0415  # the app's own
 
     peers = [peer(number) for number in range(PEERS)]
-    rule, how = coterie.WeightedAveraging(alpha=0.5), {"lr": 0.01, "progress": False}
-    run = coterie.train(
-        make_model(), LOSS, me(), peers, rule, steps=rounds, local_steps=local_steps, **how
-    )
+    rule = coterie.WeightedAveraging(alpha=0.5)
+    how: dict[str, Any] = {"steps": rounds, "local_steps": local_steps, "progress": False}
+    run = coterie.train(make_model(), LOSS, me(), peers, rule, lr=0.01, **how)
     return dict(run.model.state_dict())
 
 

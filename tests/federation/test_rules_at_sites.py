@@ -618,7 +618,7 @@ def test_a_network_asks_as_rarely_as_its_sites_answer_late(
     clock = 0.0
 
     class Late:
-        def ask(self, names: Sequence[str], *_: Any) -> LocalReplies:
+        def ask(self, names: Sequence[str], method: str, timeout: float, **_: Any) -> LocalReplies:
             nonlocal clock
             clock += seconds
             return LocalReplies({name: {} for name in names})

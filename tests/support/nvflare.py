@@ -83,7 +83,7 @@ class OverNvflare:
             return new_cell_message({MessageHeaderKey.RETURN_CODE: ReturnCode.TIMEOUT})
 
     def get_fqcn(self) -> str:
-        return self.server.name
+        return str(self.server.name)
 
     def close(self) -> None:
         self.abort.trigger("the end")
