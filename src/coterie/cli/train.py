@@ -98,8 +98,8 @@ def _in_closed_form(
 ) -> tuple[TableOptions, RuleOptions, FitOptions]:
     """Name the rule and the model that auto stands for.
 
-    The closed form judges by folds of the own rows, and holds none out. Trees are mixed with its
-    linear models, unless `--model` says which.
+    The closed form and adaptive averaging judge by folds of the own rows, and hold none out. Trees
+    are mixed with linear models, unless `--model` says which.
     """
     stepwise = any(
         getattr(how, each.name) != each.default
@@ -112,6 +112,8 @@ def _in_closed_form(
     kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if where.engine != "in-process" and table.me == ALL:  # where all train
         kinds = {}
+    if table.validation is None and rule.rule in {"auto", "adaptive", "mixture"}:
+        table = replace(table, validation=0.0)
     if rule.rule != "auto" or stepwise or knobs or not plain or how.model not in kinds:
         if how.model == "trees":
             raise KnobError(
@@ -121,12 +123,7 @@ def _in_closed_form(
             )
         return table, rule, replace(how, model=_linear(how.model))
     closed = replace(rule, rule="mixture", knob=kinds[how.model])
-    validation = 0.0 if table.validation is None else table.validation
-    return (
-        replace(table, validation=validation),
-        closed,
-        replace(how, model=_linear(how.model)),
-    )
+    return table, closed, replace(how, model=_linear(how.model))
 
 
 def _linear(model: str) -> str:
