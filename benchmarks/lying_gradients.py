@@ -45,7 +45,8 @@ class Noise:
         draws = torch.randn((n, honest.shape[1]), generator=torch.Generator().manual_seed(step)).to(
             honest
         )
-        return draws * honest.norm(dim=1).mean() / draws.norm(dim=1, keepdim=True)
+        length = honest.norm(dim=1).mean() / draws.norm(dim=1, keepdim=True)
+        return draws.mul_(length)
 
 
 def all_attacks(steps: int) -> dict[str, attacks.Attack]:

@@ -229,8 +229,9 @@ def why_not_linear(spec: RunSpec) -> str | None:
 def row_size(examples: Examples) -> int:
     """Return how many numbers the inputs of an example have; 0 where these are no numbers in memory."""
     inputs = examples.inputs if isinstance(examples, InMemory) else None
-    is_numbers = isinstance(inputs, Tensor) and inputs.is_floating_point() and len(inputs)
-    return inputs[:1].numel() if is_numbers else 0  # type: ignore[union-attr,index,call-overload]
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or not len(inputs):
+        return 0
+    return inputs[:1].numel()
 
 
 def fits(examples: Examples, columns: int, outputs: int, family: Family) -> bool:

@@ -271,16 +271,16 @@ def mixed(
 def without_small(weights: Array, parts: Array) -> Array:
     """Return weights without those of models that have less than `LEAST` in all.
 
-    Linear ones cost nothing.
+    Linear ones are one model together.
 
     Example:
         >>> without_small(np.array([0.4, 0.596, 0.002, 0.002]), np.array([0, 1, 2, 2])).round(2)
         array([0.4, 0.6, 0. , 0. ])
     """
-    parts = parts - (least := min(0, int(parts.min(initial=0))))
+    parts = parts - min(0, int(parts.min(initial=0)))
     totals = np.bincount(parts, weights)
     # of many that are alike some have less than that, and yet all are kept
-    kept = (totals >= min(LEAST, float(totals.max()) / 2)) | (np.arange(len(totals)) == -least)
+    kept = totals >= min(LEAST, float(totals.max()) / 2)
     left = np.where(kept[parts], weights, 0.0)
     normalised: Array = left / left.sum()
     return normalised

@@ -120,12 +120,9 @@ def test_last_layers_are_found_behind_the_pooled_model_and_resume_to_the_same_bi
     plain = coterie.train(network(4, CLASSES), cross_entropy, me, peers, without, **settings)
     assert not any("," in name for name in board(plain))
 
-    def stop(step: coterie.Step) -> None:
-        if step.step == 20:
-            raise KeyboardInterrupt
-
     folder: dict[str, Any] = {**settings, "out": tmp_path}
-    coterie.train(network(4, CLASSES), cross_entropy, me, peers, rule, hooks=[stop], **folder)
+    stop = [lambda step: step.step == 20]
+    coterie.train(network(4, CLASSES), cross_entropy, me, peers, rule, hooks=stop, **folder)
     for _ in range(2):  # once more after its end: what was found is in the checkpoint
         again = coterie.train(
             network(4, CLASSES), cross_entropy, me, peers, rule, resume=True, **folder

@@ -367,8 +367,8 @@ class AdaptiveLearner(Learner):
         if not self.looks.paths:
             return {}
         share = {kind: one.weight for kind, one in self.looks.fitted().entries.items()}
-        of_all = (kind for kind in share if kind not in ALONE_KINDS and kind not in CHOSEN)
-        weights = self.peer_weights.served(share.get("branch", 0.0), sum(map(share.get, of_all)))
+        of_all = sum(share[kind] for kind in share if kind not in (*ALONE_KINDS, *CHOSEN))
+        weights = self.peer_weights.served(share.get("branch", 0.0), of_all)
         if len(self.tau_of_prior):
             of_prior = sum(share.get(kind, 0.0) for kind in CHOSEN[1:])
             weights = weights + of_prior * self.tau_of_prior

@@ -71,12 +71,13 @@ class ClosedForms:
         name, me = last_layer(model), self.spec.me
         held = [me.examples] + ([] if me.validation is None else [me.validation])
         seen = [inputs_of(model, name, each) for each in held] if name else [None]
-        own, *further = [each for each in seen if each is not None] or [None]
-        if own is None or len(further) + 1 < len(held):
+        found = [each for each in seen if each is not None]
+        if len(found) < len(held):
             return []
+        own, *further = found
         intercept = model.get_submodule(name).bias is not None
-        found = self._found(own, further, LAST_LAYER, intercept, e_steps, layer=name)
-        return [replace(block, behind=behind, alone=False) for block in found]
+        blocks = self._found(own, further, LAST_LAYER, intercept, e_steps, layer=name)
+        return [replace(block, behind=behind, alone=False) for block in blocks]
 
     def _found(
         self,
