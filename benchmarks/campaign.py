@@ -136,6 +136,7 @@ INTRUDERS = {
     "calls": ("sealed_calls", 10, "believed"),
     "relay": ("relayed", 2, "believed, or answered twice"),
     "letters": ("forged_letters", 1, "believed"),
+    "private E-steps": ("private_e_steps", 1, "answered, or otherwise by a row"),
 }
 """By part: who tries, how often at each count, and what is bad."""
 
@@ -144,6 +145,20 @@ def intruder(part: str, count: int, seed: int) -> dict[str, Any]:
     """Return how many attempts of somebody with a program of its own came to something."""
     name, each, _ = INTRUDERS[part]
     return {"n": each * count, "bad": getattr(support("intruders"), name)(count, seed)}
+
+
+WORTH = 0.1
+"""So much worse than Alone, in mean squared error of targets of variance about 4, is chance."""
+
+
+def liars(what: str, lie: str, peers: int, lying: int, seeds: int) -> dict[str, Any]:
+    """Return in how many runs peers that lie about sums of all their rows cost more than the collaboration."""
+    support_of = support("liars")
+    given = (lie, peers) if what == "E-steps" else (lie, peers, lying)
+    cost = getattr(support_of, "cost_in_e_steps" if what == "E-steps" else "cost_in_trees")
+    found = [cost(*given, seed) for seed in range(seeds)]
+    bad = sum(not each < WORTH for each in found)
+    return {"n": seeds, "bad": bad, "told": f"at most {max(found):+.3f} beside Alone"}
 
 
 def audited(name: str, runs: int) -> dict[str, Any]:
@@ -223,6 +238,7 @@ DOES: dict[str, Callable[..., dict[str, Any]]] = {
     "ledgers": ledgers,
     "fuzz": fuzz,
     **{part: partial(intruder, part) for part in INTRUDERS},
+    "liars": liars,
     "audit": audited,
     "crowd": crowd,
     "bombs": bombs,
@@ -239,6 +255,7 @@ BAD = {
     "ledgers": "budget lost or overspent",
     "fuzz": "untyped errors",
     **{part: bad for part, (_, _, bad) in INTRUDERS.items()},
+    "liars": "worse than Alone",
     "audit": "more told than stated, or a cheat not found",
     "crowd": "grew by more than 5 %",
     "bombs": "read, or a raw error",
@@ -263,6 +280,22 @@ def cells(quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
     return [
         (f"{r}{', guarded' * g}: {attack}, {k} of 10", (r, attack, k, s, g))
         for r, attack, k, s, g in asked
+    ]
+
+
+def lied(quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the cases of peers that lie, in E-steps and in histograms of trees."""
+    lies = support("liars")
+    asked: list[tuple[str, tuple[Any, ...]]] = [
+        ("E-steps", ("E-steps", lie, peers, 1, 2 if quick else 20))
+        for lie in lies.E_STEPS
+        for peers in (1, 2, 6)
+    ]
+    counts = [(3, 3)] if quick else [(3, 1), (3, 3)]
+    return asked + [
+        ("histograms", ("histograms", lie, *count, 1 if quick else 3))
+        for lie in lies.HISTOGRAMS
+        for count in counts
     ]
 
 
@@ -292,6 +325,8 @@ def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
         "calls": [("through a server", (20 if quick else 1000, 0))],
         "relay": [("calls and replies on the way", (20 if quick else 5000, 0))],
         "letters": [("between processes", (20 if quick else 5000, 0))],
+        "private E-steps": [("neighbours", (20 if quick else 1000, 0))],
+        "liars": lied(quick),
         "audit": [
             (name, (name, 2000 if quick else 20_000)) for name in audit.HONEST | audit.CHEATS
         ],

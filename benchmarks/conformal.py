@@ -20,7 +20,7 @@ import numpy as np
 import r_tables
 import torch
 
-from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tasks import candidates, task_of
 from coterie.evaluation.conformal import Calibration, scores, scores_of_losses

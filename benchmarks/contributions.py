@@ -48,7 +48,7 @@ def repetition(own: int, seed: int) -> dict[str, tuple[Estimate, float, Estimate
         fitted = fit_here(*me, [peers[name] for name in NAMES if name in who], SQUARED).served
         told[who] = fitted.losses
         outputs = np.column_stack([x, np.ones(len(x))]) @ fitted.parameters
-        right[who] = SQUARED.told(outputs, y[:, None])
+        right[who] = SQUARED.reported_losses(outputs, y[:, None])
     all_of_them, found = frozenset(NAMES), {}
     for name in NAMES:
         without = all_of_them - {name}

@@ -23,7 +23,7 @@ import numpy as np
 
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import fit_here
-from coterie.mixture.mixing import told
+from coterie.mixture.mixing import mean_difference
 
 D, PEERS, SPREAD, CLASSES, FRESH = 10, 19, 0.3, 3, 4000
 
@@ -90,7 +90,7 @@ def once(problem: Problem, seed: int) -> list[tuple[float, float, float, float]]
 
     served, found = fitted.served, []
     for other in (fitted.alone, fitted.entries["pooled"]):
-        said = told(served.losses - other.losses, fitted.folds)
+        said = mean_difference(served.losses - other.losses, fitted.folds)
         found.append((*said, fresh(served.parameters) - fresh(other.parameters)))
     return found
 

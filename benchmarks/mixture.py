@@ -29,7 +29,7 @@ import pandas as pd
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge, RidgeCV
 from sklearn.preprocessing import StandardScaler
 
-from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tasks import candidates, task_of
 from coterie.data.preparation import Preparation

@@ -17,7 +17,7 @@ import torch
 from users_in_turn import options, problem_of, users_of
 
 import coterie
-from coterie.benchmark.conditions import CONDITIONS
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS
 from coterie.engines.attacks import Attacked, Scaled
 from coterie.gradients.norm_bound import AGAINST

@@ -33,8 +33,9 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.training.loop import Loop
 
 SOURCE = Path(coterie.__file__).parent
-PLAIN, JUDGING, FIRST = 9, 8, 0
-"""Steps of a run of 200: an ordinary one, one that asks each peer by itself, and one that also evaluates."""
+FIRST, JUDGING, FITTED, PLAIN = 0, 8, 9, 12
+"""Steps of a run of 200: one that evaluates, one that asks each peer by itself, the first by the weights
+fitted there, and one like most others."""
 
 
 class Walk:
@@ -107,7 +108,7 @@ def traced(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     walks: dict[int | str, Walk] = {"set-up": Walk()}
-    advance = Loop.advance
+    advance, train = Loop.advance, coterie.train  # modules are imported before
 
     def watched(loop: Loop, most: int) -> Any:
         sys.setprofile(None)
@@ -124,7 +125,7 @@ def traced(
     ):
         warnings.simplefilter("ignore")
         loss, last = nn.functional.cross_entropy, max(steps)
-        coterie.train(
+        train(
             *(model, loss, task.me, task.peers, rule),
             lr=0.01,
             steps=200,
@@ -152,7 +153,7 @@ def main() -> None:
     )
     settings = parser.parse_args()
     torch.set_num_threads(1)
-    here = traced(None, (FIRST, PLAIN, JUDGING))
+    here = traced(None, (FIRST, JUDGING, FITTED, PLAIN))
     if settings.walk:
         for file, name in here[PLAIN].walk:
             print(f"{file}  {name}")
@@ -161,6 +162,7 @@ def main() -> None:
     there = traced(None, (PLAIN, JUDGING), sites)
     rows = {
         "in process, plain step": here[PLAIN],
+        "in process, the first by new weights": here[FITTED],
         "in process, each peer by itself": here[JUDGING],
         "in process, the same and an evaluation": here[FIRST],
         "in process, weighted averaging": plain[PLAIN],

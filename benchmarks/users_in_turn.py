@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from coterie.benchmark.networks import MODELS
 from coterie.benchmark.sets import SETS, load
+from coterie.benchmark.sets.user_set import MODELS
 from coterie.benchmark.tasks import SetTask, candidates, task_of
 from coterie.users.sampling import seeded
 

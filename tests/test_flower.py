@@ -84,8 +84,10 @@ def test_caps_count_over_processes_that_are_forgotten(tmp_path: Path) -> None:
 
     run = trained(DirectGrid([fresh]), 1, steps=10)
     assert sum(run.record.end.left_out["a"].values()) == 7
-    with pytest.raises(KnobError, match="`log_of` must name a file"):
-        client_app(lambda _: user("a"), lambda _: model(), LOSS, caps=Caps(gradients=3))
+    # with other draws for each message, gradients of blocks could be taken off each other
+    for caps in (Caps(gradients=3), Caps(examples=5)):
+        with pytest.raises(KnobError, match="`log_of` must name a file"):
+            client_app(lambda _: user("a"), lambda _: model(), LOSS, caps=caps)
 
 
 def test_a_peer_that_fails_or_lies_is_left_out() -> None:
@@ -102,6 +104,32 @@ def test_a_peer_that_fails_or_lies_is_left_out() -> None:
     good = app_of(user("a"))
     run = trained(DirectGrid([broken, liar, good]), 3, steps=6)
     assert set(run.record.end.left_out) == {"broken", "liar"}
+
+
+def test_nonsense_is_refused_and_draws_are_the_same_in_every_process(tmp_path: Path) -> None:
+    asked, seen = to_record({"request": "nonsense"}), []
+    for content in (asked, to_record({"caller": "x"}), RecordDict({})):
+        (reply,) = _asked(app_of(user("a")), "gradients", content)
+        assert isinstance(reply["refused"], str)
+    request = {"points": np.ones((1, 5), np.float32), "step": 3, "seed": 0, "batch_size": 5}
+    request |= {"buffers": {}, "frozen": None}
+    for _ in range(2):  # as Flower does in a deployment
+        app = client_app(
+            lambda _: user("a", 2.0),
+            lambda _: model(),
+            LOSS,
+            caps=Caps(examples=5),
+            log_of=lambda _: tmp_path / "log",
+        )
+        seen += _asked(app, "gradients", to_record({"request": request}))
+    assert np.array_equal(seen[0]["gradients"], seen[1]["gradients"])
+
+
+def _asked(app: ClientApp, method: str, content: RecordDict) -> list[Any]:
+    grid = DirectGrid([app])
+    (node,) = grid.get_node_ids()
+    grid.push_messages([Message(content, node, f"query.{method}", ttl=10.0)])
+    return [from_record(reply.content) for reply in grid.replies.values()]
 
 
 def test_a_thousand_exchanges_of_a_deployment_are_refused_with_advice() -> None:

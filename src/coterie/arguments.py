@@ -218,6 +218,40 @@ def check_fields(thing: object, checks: Mapping[str, Check]) -> None:
         object.__setattr__(thing, name, check(name, getattr(thing, name)))
 
 
+Checked = TypeVar("Checked", bound=type)
+
+
+def checked(**checks: Check) -> Callable[[Checked], Checked]:
+    """Return a decorator that lets a dataclass check fields when it is made.
+
+    It stands below `dataclass`; what a class that it inherits from checks is checked too.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... @checked(steps=COUNT)
+        ... class Walk:
+        ...     steps: int = 1
+        >>> Walk(0)
+        Traceback (most recent call last):
+            ...
+        coterie.errors.KnobError: `steps` must be a whole number, at least 1, got 0
+    """
+
+    def mark(kind: Checked) -> Checked:
+        before: Any = getattr(kind, "__post_init__", None)
+
+        def check_all(self: Any) -> None:
+            if before is not None:
+                before(self)
+            for name, check in checks.items():
+                check(name, getattr(self, name))
+
+        kind.__post_init__ = check_all  # type: ignore[attr-defined]  # what `dataclass` looks for
+        return kind
+
+    return mark
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a field of a description says of itself.

@@ -58,19 +58,18 @@ def client_app(
         loss: as in `train`.
         caps: what the peer gives at most; see `Caps`.
         privacy: what the peer promises about each example; see `Privacy`.
-        log_of: the file in which requests are counted. Caps and privacy need it, since Flower
-            forgets a ClientApp after each message.
+        log_of: the file in which requests are counted; the secret by which batches are drawn is
+            beside it. Caps and privacy need it, since Flower forgets a ClientApp after each
+            message: with a new secret each time, user 0 could compare other draws.
 
     Example:
         >>> import torch, coterie.flower  # doctest: +SKIP
         >>> app = coterie.flower.client_app(my_user, my_model, torch.nn.CrossEntropyLoss())  # doctest: +SKIP
     """
-    if log_of is None and (
-        privacy is not None or (caps is not None and caps.gradients is not None)
-    ):
+    if log_of is None and (privacy is not None or caps not in (None, Caps())):
         raise KnobError(
             "`log_of` must name a file: Flower forgets a ClientApp after each message, and so its"
-            " counts"
+            " counts and the secret by which it draws batches"
         )
     # where Flower keeps the process, the model is built once
     known: dict[tuple[int, int], Responder] = {}
@@ -91,16 +90,15 @@ def client_app(
 
     @app.query("ready")
     def ready(message: Message, context: Context) -> Message:
-        return Message(
-            to_record(responder(context).ready(**from_record(message.content))), reply_to=message
-        )
+        return answered("ready", message, context)
 
     @app.query("gradients")
     def gradients(message: Message, context: Context) -> Message:
-        return Message(
-            to_record(responder(context).gradients(**from_record(message.content))),
-            reply_to=message,
-        )
+        return answered("gradients", message, context)
+
+    def answered(method: str, message: Message, context: Context) -> Message:
+        answer = responder(context).answer(method, from_record(message.content))
+        return Message(to_record(answer), reply_to=message)
 
     return app
 
@@ -157,13 +155,13 @@ class FlowerGrid:
         """Wait for the SuperNodes, ask for their names, and return the engine."""
         names, seconds = self._named()
         sites = FlowerSites(self.grid, names)
-        how: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "batch_size": batch_size,
             "seed": seed,
             "timeout": self.timeout,
             **self.knobs,
         }
-        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **how)
+        engine = FlowerRemote(model, loss, me, peers, sites=sites, names=list(names), **settings)
         engine.exchange_seconds, engine.longest = seconds, self.longest
         return engine
 
@@ -179,10 +177,10 @@ class FlowerGrid:
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
         began = time.monotonic()
-        told = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
+        replies = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
         seconds = time.monotonic() - began
         names: dict[str, int] = {}
-        for node, reply in sorted(told.items()):
+        for node, reply in sorted(replies.items()):
             name = reply.get("name") if isinstance(reply, dict) else None
             if not isinstance(name, str) or name in names:
                 raise DataError(

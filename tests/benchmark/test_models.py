@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.benchmark.networks import MODELS, Elman, Recurrent, cnn
+from coterie.benchmark.sets.user_set import MODELS, Elman, Recurrent, cnn
 from coterie.engines.in_process.engine import InProcess
 from coterie.users.user import User
 

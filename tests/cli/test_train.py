@@ -314,7 +314,8 @@ def test_bad_settings_are_one_message_and_leave_nothing(
     table: Path, tmp_path: Path, options: list[str], words: str
 ) -> None:
     out = tmp_path / "run"
-    result = RUNNER.invoke(app, train(table, out, *options))
+    cluster = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    result = RUNNER.invoke(app, train(table, out, *options), env=cluster)
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.startswith("coterie: ")

@@ -69,7 +69,8 @@ def test_users_whose_rows_have_no_weight_where_it_counts_are_left_out_by_name() 
         table = users_from_table(frame, **said)
     assert [user.name for user in table.users] == ["a"]
     assert table.left_out["b"] == "column 'w' gives no row any weight; let some be above 0"
-    few = "has 1 row, but 4 are needed: 2 for training, the others held out; add rows"
+    few = "has 1 row, but 4 are needed: 2 for training, the others held out; add rows, or take"
+    few += " the pooled model of `--me all`"
     assert table.left_out["c"] == f"'c' {few}"
     assert "it is -1.0 in row 15 " in table.left_out["d"]
     with pytest.raises(DataError, match=f"user 0 {few}"):

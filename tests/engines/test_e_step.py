@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from tests.support.engines import ENGINES
+from tests.support.intruders import private_e_steps
 from torch import nn
 
 import coterie
-from coterie.engines import AnswersESteps, PrivatePeers
+from coterie.engines import Asks, PrivatePeers
 from coterie.engines.engine import MakeEngine, Question
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
@@ -76,14 +77,14 @@ def test_rows_are_those_of_the_rows_themselves(answering: MakeEngine) -> None:
     """Each peer's numbers, of rows scaled by hand; who is not asked gives none, and nothing depends on the point."""
     me, *peers = users()
     engine = answering(nn.Linear(4, 3), LOSS, me, peers, batch_size=8, seed=0)
-    assert isinstance(engine, AnswersESteps)
+    assert isinstance(engine, Asks)
     assert engine.capabilities.no_e_steps == ""
     x, y = numbers_of(me)
     asked = a_question(Scaling.of(x, y, SOFTMAX, intercept=True), "gradient curvature posterior")
     weights = torch.full((1, 5), 0.2, dtype=torch.float64)
     weights[0, 3] = math.nan
     question = Question(torch.randn(1, 15), 0, weights, e_step=asked)
-    answers = engine.e_step(question)()
+    answers = engine.ask(question)()
     assert answers.rows is not None
     for k, peer in enumerate(peers):
         got = answers.rows[0, k].reshape(asked.shape).numpy()
@@ -157,7 +158,7 @@ def test_posteriors_are_added_under_masks_only_where_a_site_says_so() -> None:
     alike = torch.full((1, 5), 0.2, dtype=torch.float64)
     for step, told in enumerate(("gradient curvature", "posterior")):
         asked = a_question(Scaling.of(x, y, SOFTMAX, intercept=True), told)
-        answers = engine.e_step(Question(torch.zeros(1, 15), step, alike, e_step=asked))()
+        answers = engine.ask(Question(torch.zeros(1, 15), step, alike, e_step=asked))()
         assert answers.answered.item() == pytest.approx(1 if step == 0 else 0)
         assert all("no posteriors" in why for why in answers.left_out.values())
     with pytest.raises(KnobError, match="every peer's gradient"):
@@ -179,7 +180,7 @@ def test_no_masked_e_steps_weigh_some_sites_otherwise_than_others() -> None:
     )
     for step, size in enumerate([*np.sort(sizes).tolist(), 1000.0]):
         asked = replace(question, examples=float(size))
-        answers = engine.e_step(Question(torch.zeros(1, 15), step, alike, e_step=asked))()
+        answers = engine.ask(Question(torch.zeros(1, 15), step, alike, e_step=asked))()
         if size >= sizes.max():
             assert answers.sums is not None
             found.append(size * answers.sums)
@@ -334,6 +335,11 @@ def test_a_peer_that_dies_in_the_e_steps_counts_as_it_last_did() -> None:
     whole, dies, never = (fitted(r) for r in (range(0), range(34, 99), range(99)))
     assert dies[1].record.end.left_out == {"peer 1": {"no answer, in 5 exchanges": 1}}
     assert (dies[0] - whole[0]).norm() < 0.1 * (never[0] - whole[0]).norm()
+
+
+def test_no_e_step_of_a_private_peer_tells_of_a_row() -> None:
+    """Peers that differ by one row answer alike, whatever is asked of all their rows: ε is 0 of that."""
+    assert private_e_steps(8, seed=0) == 0
 
 
 def test_private_peers_get_gradient_steps_and_the_record_says_so() -> None:

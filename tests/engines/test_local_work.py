@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines import InProcess
-from coterie.engines.capabilities import WorksLocally
+from coterie.engines.capabilities import Asks
 from coterie.engines.engine import LocalWork, MakeEngine, Question
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.remote.messages import answer_message, pack_request
@@ -44,12 +44,12 @@ def by_hand(engine: Any, name: str, x: Tensor, work: LocalWork, place: int = 0) 
 def test_peers_take_steps_of_their_own(make_engine: MakeEngine) -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
     engine = make_engine(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
-    assert isinstance(engine, WorksLocally)
+    assert isinstance(engine, Asks)
     names, x = list(engine.names), some_point(model)
     weights = [0.5, NAN, 0.25, 0.25]
     work = LocalWork(3, 0.05)
     for rows in (False, True):
-        found = engine.local_work(question(x[None], [weights], work, rows=rows))()
+        found = engine.ask(question(x[None], [weights], work, rows=rows))()
         each = {
             k: by_hand(engine, names[k], x, work)
             for k, w in enumerate(weights)
@@ -79,7 +79,7 @@ def test_each_from_a_point_of_its_own_with_what_is_added(make_engine: MakeEngine
     )
     weights = [[1.0, NAN, NAN, NAN], [NAN, NAN, 1.0, NAN], [NAN, NAN, NAN, 1.0]]
     for work in (LocalWork(2, 0.1, add, decay=0.3), LocalWork(2, 0.1)):
-        found = engine.local_work(question(points, weights, work, rows=True))()
+        found = engine.ask(question(points, weights, work, rows=True))()
         for place, peer in enumerate((0, 2, 3)):
             close(
                 found.rows[place, peer],

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.capabilities import AsksAtPoints
+from coterie.engines.capabilities import Asks
 from coterie.engines.compression import SKETCH, Sketch, sketch_key, sketch_size
 from coterie.engines.engine import MakeEngine, Question
 from coterie.engines.in_process.passes import Passes
@@ -44,7 +44,7 @@ def question(weights: list[list[float]], x: Tensor, **more: Any) -> Question:
 def test_several_points_are_answered_as_each_by_itself(make_engine: MakeEngine) -> None:
     users, model = make_users(CASES["mlp"]), make_model(CASES["mlp"])
     engine = make_engine(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
-    if not isinstance(engine, AsksAtPoints):
+    if not isinstance(engine, Asks):
         assert not engine.capabilities.many_points
         return
     assert engine.capabilities.many_points
@@ -77,7 +77,7 @@ def test_buffers_belong_to_their_points(make_engine: MakeEngine) -> None:
     case = CASES["batch norm"]
     users, model = make_users(case), make_model(case)
     engine = make_engine(model.eval(), case.loss, users[0], users[1:], batch_size=BATCH, seed=SEED)
-    if not isinstance(engine, AsksAtPoints):
+    if not isinstance(engine, Asks):
         return
     x, before = some_point(model), {name: buffer.clone() for name, buffer in model.named_buffers()}
     alone = []
@@ -150,7 +150,7 @@ def test_sketches_are_those_of_the_gradients_and_sums_only_peers_give_them() -> 
     assert wanted is not None
     with processes.torch_distributed([serve, shy, serve, serve]) as make:
         engine = make(model, cross_entropy, users[0], users[1:], batch_size=BATCH, seed=SEED)
-        assert isinstance(engine, AsksAtPoints)
+        assert isinstance(engine, Asks)
         k = engine.capabilities.sketch
         assert k == len(x) // 2
         weights = [[0.25] * 4, [0.0, NAN, 0.0, 1.0], [0.25] * 4]

@@ -43,8 +43,7 @@ from coterie.methods import (
     Sampled,
     Scaffold,
 )
-from coterie.methods.elsewhere import ClientsElsewhere
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import ClientsElsewhere, gradients_asked
 from coterie.recording.costs import Costs, Traffic
 
 METHODS: dict[str, tuple[Method, int]] = {  # and how many messages each peer sends in two rounds
@@ -159,7 +158,7 @@ class ByFormula:
     ) -> Gradients:
         return Gradients(own=x, own_loss=0.0)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
+    def ask(self, question: Question) -> Callable[[], Answers]:
         given = {}
         for place, peer in (~question.weights.isnan()).nonzero().tolist():
             self.counts[self.names[peer]] += 1 if question.work is None else question.work.count

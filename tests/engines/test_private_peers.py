@@ -59,7 +59,7 @@ def test_the_record_has_what_was_promised_and_spent_by_every_accountant(tmp_path
 
     how: dict[str, Any] = {"steps": 10, "batch_size": N // 2, "engine": private, "out": tmp_path}
     run = coterie.train(nn.Linear(WIDTH, 1), LOSS, me, peers, **how)
-    assert run.record.end.account["cost"]["runs"] == 4.5
+    assert run.record.end.account["cost"]["runs"] == 3.0
     assert "2 peers promise ε = 4 at δ = 0.001" in run.summary()
     promises = coterie.Record.load(tmp_path).end.promises
     assert sorted(promises) == ["a", "b"]
@@ -166,7 +166,7 @@ def test_the_record_says_who_promises_what() -> None:
     [
         (coterie.WeightedAveraging(0.5), 4),
         (coterie.WeightedAveraging("auto"), 4 + 2 * 8),
-        (None, 18),
+        (None, 12),
         (FedAvg(local_steps=2), 8),
     ],
 )

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie.errors import DataError, UserCodeError
-from coterie.everyone.newcomer import best_start
+from coterie.everyone.runs import best_start
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "steps": 150, "measure": False, "trackers": ()}
 

@@ -85,7 +85,7 @@ def test_one_program_on_a_gpu_gives_what_the_cpu_gives(
 
 
 def test_steps_between_looks_are_taken_for_all_and_constants_are_measured_once() -> None:
-    users, settings = everyone(3), {"steps": 96, "evaluate_every": 24, "measure": None}
+    users, settings = everyone(3), {"steps": 96, "evaluate_every": 24, "measure": True}
     runs = train(None, users, **settings)
     assert_close(runs, users, None, **settings)
     one = coterie.train(

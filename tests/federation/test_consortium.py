@@ -349,7 +349,7 @@ def test_a_process_that_the_job_needs_is_killed(
 def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_dies(
     tmp_path: Path, example: ModuleType
 ) -> None:
-    """A site, the server and user 0's worker are stopped for a while, and a site's worker is killed."""
+    """Six processes of the roles are stopped for a while, one after the other, and a site's worker is killed."""
     folder, epsilon = tmp_path / "trial", 30.0
     options = ["--rule", "wga", "--own-examples", "40", "--steps", "600", "--timeout", "5"]
     sites = example.set_up(folder, example.hospitals(None), "va", options)
@@ -364,11 +364,13 @@ def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_die
     ):
         until(lambda: steps_done(folder) >= 20, "step 20", 400)
         roles = [server.children(recursive=True)[-1], site.children(recursive=True)[-1], server]
+        # what connects a site, who started it, and who follows the run
+        roles += [site.children()[0], site, run]
         for k, role in enumerate(roles, 1):
             role.send_signal(signal.SIGSTOP)
             time.sleep(3)
             role.send_signal(signal.SIGCONT)
-            until(lambda k=k: steps_done(folder) >= 20 + 100 * k, "going on", 240)  # type: ignore[misc]
+            until(lambda k=k: steps_done(folder) >= 20 + 80 * k, "going on", 240)  # type: ignore[misc]
         site.children(recursive=True)[-1].kill()
         assert run.wait(timeout=400) == 0
     end = end_of(folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import coterie
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.sites import LocalSites
+from coterie.engines.remote.sites import LocalReplies, LocalSites
+from coterie.errors import FileError
 from coterie.federation import live
 from coterie.federation.live import LIVE, LivePage
 
@@ -72,3 +75,44 @@ def test_the_page_says_who_answers_by_what_weight_and_what_each_still_gives(
     ended = (tmp_path / LIVE).read_text(encoding="utf-8")
     assert "The run has ended, after 6 steps." in ended
     assert "reload" not in ended
+
+
+class Untrue(LocalSites):
+    """Sites that say what no site can."""
+
+    def ask(self, names: Any, method: str, timeout: float, **arguments: Any) -> Any:
+        replies = super().ask(names, method, timeout, **arguments).wait()
+        wrong = {"left": 10**5000, "promise": {"spent": 10**5000}}
+        told = wrong if method == "ready" else {}
+        return LocalReplies({name: reply | told for name, reply in replies.items()})
+
+
+def test_neither_a_site_nor_a_full_disk_nor_half_a_line_of_news_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_PAGES", 0.0)
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_QUESTIONS", 0.0)
+    sites, news = Untrue({"a": Peer(user("a"), Passes(nn.Linear(4, 1), LOSS))}), tmp_path / "news"
+    news.write_bytes("Zürich gave nothing\nZü".encode()[:-1])
+    page = LivePage(tmp_path, sites, ["a"], 1.0, news)
+
+    def full(step: Any) -> None:
+        assert "still gives" in (tmp_path / LIVE).read_text(encoding="utf-8") or step.step > 3
+        if step.step == 3:
+            monkeypatch.setattr(live, "write_page", mock.Mock(side_effect=FileError("no room")))
+
+    run = coterie.train(
+        nn.Linear(4, 1),
+        LOSS,
+        user("me"),
+        [],
+        coterie.WeightedAveraging(0.6),
+        engine=partial(Remote, sites=sites, names=["a"]),
+        steps=6,
+        hooks=[page, full],
+        guard="off",
+    )
+    assert run.step == 6
+    text = (tmp_path / LIVE).read_text(encoding="utf-8")
+    assert "Zürich gave nothing" in text
+    assert "no limit" in text, "what no site can have is not told"

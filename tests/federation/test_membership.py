@@ -180,9 +180,10 @@ def test_a_site_that_leaves_is_asked_and_let_in_no_more(folder: Path) -> None:
         membership.revoke(folder, "basel")
     with pytest.raises(KnobError, match="is not in"):
         membership.revoke(folder, "bern")
-    (folder / "sites/bern/data.csv").unlink()
+    stolen = (folder / "sites/bern/client.key").read_bytes()
     shutil.rmtree(folder / "sites/bern")
-    membership.add_site(folder, "bern")  # it comes back
+    membership.add_site(folder, "bern")  # it comes back, with another key
+    assert (folder / "sites/bern/client.key").read_bytes() != stolen
     assert json.loads((folder / "server/disabled_clients.json").read_text()) == {
         "disabled_clients": []
     }
@@ -291,10 +292,10 @@ def test_a_unit_of_systemd_starts_the_site(folder: Path) -> None:
     kit = folder / "sites/basel"
     result = CliRunner().invoke(app, ["federate", "site", str(kit), "--service"])
     text = (kit / "coterie-basel.service").read_text()
-    assert f"ExecStart={sys.executable} -m coterie federate site {kit}\n" in text
+    assert f"ExecStart={sys.executable} -P -m coterie federate site {kit}\n" in text
     assert "systemctl --user enable" in result.output
     spaced = shutil.copytree(kit, folder / "a b")
-    with pytest.raises(CoterieError, match="neither spaces nor %"):
+    with pytest.raises(CoterieError, match="must have letters, digits"):
         service_of(spaced)
 
 
@@ -305,7 +306,7 @@ def test_the_script_of_a_kit_installs_nothing_that_was_changed(
     kit, said = folder / "sites/basel", folder / "asked.txt"
     python = folder / "python"
     python.write_text(
-        f'#!/bin/sh\necho "$@" >> {said}\nif [ "$2" = venv ]; then mkdir -p venv/bin;'
+        f'#!/bin/sh\necho "$@" >> {said}\nif [ "$3" = venv ]; then mkdir -p venv/bin;'
         f" cp {python} venv/bin/python; fi\n"
     )
     python.chmod(0o755)
@@ -316,7 +317,7 @@ def test_the_script_of_a_kit_installs_nothing_that_was_changed(
     assert f"the fingerprint of this folder: {fingerprint(kit)}\n" in done.stdout
     (wheel,) = kit.glob("*.whl")
     asked = said.read_text().splitlines()
-    assert asked[0] == "-m venv venv"
+    assert asked[0] == "-I -m venv venv"
     assert asked[2].endswith("--require-hashes -r requirements.lock")
     assert asked[3].endswith(f"--no-deps ./{wheel.name}")
     lock = (kit / "requirements.lock").read_text()
@@ -325,10 +326,41 @@ def test_the_script_of_a_kit_installs_nothing_that_was_changed(
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert digest in (kit / "install.sh").read_text()
     said.unlink()
+
+    def refused(why: str) -> None:
+        done = subprocess.run(
+            ["/bin/sh", kit / "install.sh"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert why in done.stderr
+        assert not said.exists()
+
+    refused("remove it first")  # an environment that came with the kit, say
+    shutil.rmtree(kit / "venv")
+    (kit / "venv").symlink_to("elsewhere")
+    refused("remove it first")
+    (kit / "venv").unlink()
     wheel.write_bytes(b"evil")
-    done = subprocess.run(
-        ["/bin/sh", kit / "install.sh"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "is not what user 0 has sent" in done.stderr
-    assert not said.exists()
+    refused("is not what user 0 has sent")
+
+
+def test_the_script_of_a_kit_runs_no_module_that_lies_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m venv` would import `venv.py` of the folder: of somebody who adds files to it on its way."""
+    kit, marker = folder / "sites/basel", folder / "taken over"
+    for name in ("venv.py", "pip.py", "ensurepip.py", "sitecustomize.py", "shutil.py"):
+        (kit / name).write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    python, real = folder / "python", sys.executable
+    # the real Python, without what takes long: `venv` is not made, and nothing is installed
+    python.write_text(f'#!/bin/sh\n{real} "$@" --help >/dev/null || exit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    subprocess.run(["/bin/sh", kit / "install.sh"], capture_output=True, check=False)
+    assert not marker.exists()
+    commands = (kit / "install.sh").read_text()
+    assert commands.count(" -I -m ") == commands.count(" -m ") == 2
+    (kit / FILE).unlink()
+    (kit / "data.csv").unlink()
+    with pytest.raises(FileError, match="belongs to no kit"):
+        accept(kit, fingerprint(kit))

@@ -195,3 +195,14 @@ def test_a_job_whose_terminal_is_gone_is_followed_again(server: Server) -> None:
     assert "job 1 has ended early" in result.output
     assert "it is over" in result.output
     assert server.submitted == ["job 1"]
+
+
+def test_a_clock_that_goes_back_lets_no_site_that_is_gone_look_alive() -> None:
+    """Whoever is there gives a new sign of life by the new clock; who is not has one of the future."""
+    now = time.time()
+    clients = [
+        SimpleNamespace(name=name, last_connect_time=None if since is None else now + since)
+        for name, since in {"here": -1.0, "gone": 3600.0, "lost": -3600.0, "new": None}.items()
+    ]
+    session = SimpleNamespace(get_system_info=lambda: SimpleNamespace(client_info=clients))
+    assert supervision._heard(session, ["here", "gone", "lost", "new", "other"]) == {"here"}

@@ -21,7 +21,7 @@ from coterie import Alone, BiasCorrection, Rule, User, WeightedAveraging
 from coterie.errors import CheckpointError, KnobError
 from coterie.methods import FedAvg
 from coterie.rules.streams import StreamAveraging
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 TRIALS, LR = 600, 0.05

@@ -6,12 +6,15 @@ import contextlib
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from tests.support.regressions import users_with_validation
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -19,12 +22,16 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.sites import LocalReplies
+from coterie.federation import live
 from coterie.reporting import plan_page
+from coterie.reporting.charts import Bar, Interval, bar_chart, interval_chart, line_chart
 from coterie.reporting.figures import gain_factor
-from coterie.reporting.page import Section, write_page
+from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import ADVICE
 from coterie.reporting.verdict import difference
-from coterie.reporting.whom import heard
+from coterie.reporting.whom import peer_shares
 from coterie.theory import Constants
 
 PLACES = {"light": (1100, 820), "dark": (1100, 820), "phone": (390, 844)}
@@ -105,7 +112,7 @@ def test_the_first_screen_is_the_record_and_details_fold(
         assert shown.texts(".tile strong")[:2] == [
             difference(one) for one in run.verdict.measures.values()
         ]
-    names = [peer.name for peer in heard(run.record.configuration, end)]
+    names = [peer.name for peer in peer_shares(run.record.configuration, end)]
     bars = shown.texts("section:first-of-type .bar")
     assert [bar.split()[0] for bar in bars] == names
     # before anything is scrolled
@@ -236,25 +243,75 @@ def test_hostile_names_are_text_on_every_page(browser: Any, tmp_path: Path) -> N
         ["train", *table, "--me", HOSTILE[1], *steps, "--out", "stepped"],
         ["train", *table, "--me", "all", *steps, "--out", "everyone"],
         ["explore", "closed", "stepped", "--out", "explored.html"],
+        ["plan", "stepped", "--out", "planned"],
     ):
         with contextlib.chdir(tmp_path):
             result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
     pages = sorted(tmp_path.rglob("*.html"))
-    assert len(pages) >= 9
+    assert len(pages) >= 10
     for path in pages:
-        shown = Shown(browser, path)
-        for element in shown.page.locator("summary").all():
-            element.click()
-        assert shown.page.evaluate("window.pwned") is None
-        markup = (
-            "img, b:text-is('yes'), [onerror], [onload], [onmouseover], [href^='javascript:' i]"
-        )
-        assert shown.page.locator(markup).count() == 0, path
-        assert shown.asked_for == [path.as_uri()]
-        if path.parent.name != "everyone":
-            assert "onerror=window.pwned=1" in shown.page.inner_text("body"), path
-        shown.close()
+        assert_text(browser, path, named=path.parent.name not in ("everyone", "planned"))
+
+
+def assert_text(browser: Any, path: Path, *, named: bool) -> None:
+    """Check that nothing of hostile names ran or became an element, and that they are read as they are."""
+    shown = Shown(browser, path)
+    for element in shown.page.locator("summary").all():
+        element.click()
+    assert shown.page.evaluate("window.pwned") is None
+    markup = "img, b:text-is('yes'), [onerror], [onload], [onmouseover], [href^='javascript:' i]"
+    assert shown.page.locator(markup).count() == 0, path
+    assert shown.asked_for == [path.as_uri()]
+    if named:
+        assert "onerror=window.pwned=1" in shown.page.inner_text("body"), path
+    shown.close()
+
+
+def test_hostile_names_are_text_on_the_live_page_and_in_every_part_of_one(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sites are called, why they refuse, what they say they still give, and what is in the news."""
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_PAGES", 0.0)
+    monkeypatch.setattr(live, "SECONDS_BETWEEN_QUESTIONS", 0.0)
+    hostile, (someone, *_) = HOSTILE[0], users_with_validation()
+    me = coterie.User(f"{hostile} me", *someone.take(torch.arange(20), seed=0, step=0))
+
+    class Sites:
+        def ask(self, names: Any, method: str, timeout: float, **_: Any) -> LocalReplies:
+            told = {"willing": True, "left": hostile, "size": hostile, "promises": hostile}
+            if method == "gradients":
+                told = {"refused": "".join(HOSTILE)}
+            return LocalReplies(dict.fromkeys(names, told))
+
+    (tmp_path / "news.log").write_text("\n".join(HOSTILE), encoding="utf-8")
+    page = live.LivePage(tmp_path, Sites(), HOSTILE, 1.0, tmp_path / "news.log")
+    seen = []
+
+    def copied(step: Any) -> None:
+        text = (tmp_path / live.LIVE).read_text(encoding="utf-8")
+        seen.append(text.replace(live.RELOAD, ""))
+
+    model, rule = nn.Linear(20, 1).double(), coterie.WeightedAveraging(0.7)
+    engine = partial(Remote, sites=Sites(), names=list(HOSTILE))
+    hooks = [page, copied]
+    how: dict[str, Any] = {"engine": engine, "steps": 4, "hooks": hooks, "guard": "off"}
+    coterie.train(model, mse_loss, me, [], rule, measure=False, **how)
+    (tmp_path / "seen.html").write_text(seen[-1], encoding="utf-8")
+    row = {name: name for name in HOSTILE}
+    charts = [
+        bar_chart([Bar(name, 1.0, name, name) for name in HOSTILE], hostile),
+        interval_chart([Interval(name, 1.0, 0.1, name) for name in HOSTILE], hostile),
+        line_chart({name: ([1.0, 2.0], [1.0, 2.0]) for name in HOSTILE}, hostile, hostile),
+    ]
+    section = Section(hostile, HOSTILE, [[row]], charts=charts)
+    tiles = [Tile(name, name, name) for name in HOSTILE]
+    lead = Lead(hostile, hostile, "", tiles, hostile, hostile)
+    write_page(
+        tmp_path / "parts.html", hostile, [section, replace(section, folded=True)], lead=lead
+    )
+    for name in (live.LIVE, "seen.html", "parts.html"):
+        assert_text(browser, tmp_path / name, named=True)
 
 
 def test_the_table_of_runs_shows_its_verdicts_on_a_phone(browser: Any, tmp_path: Path) -> None:

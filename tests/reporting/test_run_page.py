@@ -21,7 +21,7 @@ from coterie.recording.result import Comparison, Difference
 from coterie.reporting.page import Section, write_page
 from coterie.reporting.run_page import ADVICE, write_run_page
 from coterie.reporting.verdict import difference
-from coterie.reporting.whom import heard
+from coterie.reporting.whom import peer_shares
 from coterie.theory.estimates import Estimates, Measured, PeerEstimates
 
 
@@ -83,7 +83,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         if (comparison := run.record.end.comparison) is not None:
             for one in comparison.measures.values():
                 assert {difference(one), f"{one.ours:.4g}", f"{one.alone:.4g}"} <= set(text)
-        for peer in heard(run.record.configuration, run.record.end):
+        for peer in peer_shares(run.record.configuration, run.record.end):
             assert peer.name in text
             assert not peer.share or f"{peer.share:.1%}" in text
         assert not any(word in source for word in ("<script", 'src="', "@import", "http"))

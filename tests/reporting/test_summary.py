@@ -10,7 +10,7 @@ from tests.support.records import configuration
 from coterie.recording import Comparison, Difference, End, GuardDecision, Point, Record, Traffic
 from coterie.reporting.summary import beside_alone, summary
 from coterie.reporting.verdict import judged
-from coterie.reporting.whom import heard
+from coterie.reporting.whom import peer_shares
 
 
 def test_a_run_that_was_stopped_with_nothing_held_out() -> None:
@@ -53,7 +53,7 @@ def test_one_of_a_thing_is_told_as_one() -> None:
     assert lines[1].partition(" of ")[0].endswith(", 1 peer, 1 step")
     assert {"test: loss 0.6 (1 example)", "left out: a in 1 step"} < set(lines)
     assert (
-        heard(record.configuration, record.end)[0].reason
+        peer_shares(record.configuration, record.end)[0].reason
         == "left out at times: no answer in 1 step"
     )
     one = Difference(ours=0.5, alone=0.4, error=math.nan, less_is_better=True)

@@ -37,8 +37,11 @@ from coterie.federation.manifest import Kit, verify
 from coterie.federation.settings import lead_settings, site_settings
 from coterie.privacy.calls import Calls
 from coterie.privacy.keys import Identity
+from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.training.run import Step
+from coterie.trees.boosting import Bins, Level
+from coterie.trees.histograms import Histograms
 
 CAPS = Caps(gradients=1000, norm=10.0, examples=50)
 LOSS = torch.nn.functional.cross_entropy
@@ -134,6 +137,39 @@ def _e_step(rng: np.random.Generator) -> dict[str, Any]:
         "target_shift": np.zeros(2),
         "target_scale": np.ones(2),
     }
+
+
+def private_e_steps(count: int, seed: int) -> int:
+    """Return how many questions about all rows two private peers, who differ by a row, answer otherwise."""
+    rng, bad = np.random.default_rng(seed), 0
+    with tempfile.TemporaryDirectory() as folder:
+        peers = []
+        for name, canary in (("with", 1e3), ("without", 0.0)):
+            inputs = torch.ones(100, 3)
+            inputs[0] = canary
+            user, passes = (
+                coterie.User("a", inputs, torch.arange(100) % 2),
+                Passes(logistic(), LOSS),
+            )
+            promise, caps = Privacy(2.0, 1e-3, 1.0), Caps(gradients=100, examples=50)
+            peers.append(Peer(user, passes, caps, Path(folder) / name, privacy=promise))
+        sums = SumsOnly(posteriors=True)
+        sites = [Responder(peer, only) for only in (None, sums) for peer in peers]
+        for _ in range(count):
+            asked = {"points": np.array([at(0.3)], np.float32), "step": 0, "seed": 5}
+            asked |= {"batch_size": 100, "buffers": {}, "frozen": None, "e_step": _e_step(rng)}
+            if rng.random() < 0.5:
+                edges = np.sort(rng.normal(size=3))
+                bins = Bins(tuple(edges + k for k in range(3)))
+                about = (np.zeros(2), 1.0, 2, Level((), ()), 100.0)
+                asked["e_step"] = Histograms("softmax", bins, *about).message()
+            told = [site.gradients(asked) for site in sites] + [
+                site.part(asked | {"round": 1}) for site in sites
+            ]
+            alike = [told[k] == told[k + 1] for k in range(0, len(told), 2)]
+            bad += not all(alike) or any("refused" not in each for each in told)
+        bad += any(peer.ledger.given for peer in peers)
+    return bad
 
 
 CHANCE = 5.5

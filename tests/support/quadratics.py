@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from coterie import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 Lr = float | Callable[[int], float]

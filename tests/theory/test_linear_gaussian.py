@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coterie.theory.linear_gaussian import Powers, Transition, chain, square_root
+from coterie.theory.dynamics import Powers, Transition, chain, square_root
 
 
 def test_powers_and_chains_agree_with_composition() -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.support.quadratics import CASES, DRIFTING, IDS, PAIR, Lr, paper, within
 
 from coterie import Alone, BiasCorrection, OracleCorrection, Rule, User, WeightedAveraging, train
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 TRIALS = 1_000

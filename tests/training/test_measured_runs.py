@@ -44,15 +44,19 @@ def test_a_measured_run_has_the_bits_of_one_that_is_not(
         assert torch.equal(run.model.state_dict()[key], value)
 
 
-def test_alone_and_huge_models_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_rules_without_knobs_and_huge_models_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     users = users_with_validation()
 
-    def trained(rule: Any) -> coterie.Run:
-        return coterie.train(
-            nn.Linear(20, 1).double(), mse_loss, users[0], users[1:], rule, steps=2
-        )
+    def trained(rule: Any, *, measure: bool | None = None) -> coterie.Run:
+        model = nn.Linear(20, 1).double()
+        return coterie.train(model, mse_loss, users[0], users[1:], rule, steps=2, measure=measure)
 
-    assert not trained(coterie.Alone()).record.configuration.estimates
+    for rule in (coterie.Alone(), coterie.AdaptiveAveraging()):  # which has no knobs
+        assert not trained(rule).record.configuration.estimates
+    measured = trained(coterie.AdaptiveAveraging(), measure=True).record.configuration
+    assert measured.estimates["peers"]
     monkeypatch.setattr("coterie.training.algorithm.MAX_GRADIENT_BYTES", 3 * 21 * 8 - 1)
     run = trained(coterie.WeightedAveraging(0.5))
     assert "would take 0.0 GiB" in run.record.configuration.not_measured

@@ -141,6 +141,7 @@ LIES: dict[str, tuple[Callable[[Array], Any], str]] = {
     ),
     "curvature": (lambda sums: sums * [1, -1, 1], "negative curvature"),
     "rows": (lambda sums: sums * [0, 0, -1], "negative number of rows"),
+    "huge": (lambda sums: sums * 1e6, "more rows than a peer says"),
     "slopes": (lambda sums: sums * [1e3, 1, 1], "so few rows"),
     "children": (lambda sums: sums * (1 if sums.shape[2] == 1 else 3), "more rows than its root"),
 }
@@ -238,6 +239,22 @@ def test_a_question_goes_over_the_wire_as_it_is() -> None:
     sums = asked.checked(sent)
     assert sums.shape == asked.shape == (18, 3, 2, 3)
     assert asked.rows_in(sums) == pytest.approx([60.0] * 3)
+
+
+def test_what_histograms_do_not_prevent() -> None:
+    """Of two questions, whose edges differ, the difference is one row's: bins of few rows do not help."""
+    peer = held(users()[1:], Caps(examples=20))["peer 1"]
+    x, y = peer.user.take(torch.arange(60), seed=0, step=0)
+    at = x[:, 0].double().sort()
+    told = []
+    for edge in ((at.values[24] + at.values[25]) / 2, (at.values[25] + at.values[26]) / 2):
+        bins = Bins((np.array([float(edge)]),))
+        asked = Histograms("squared", bins, np.zeros(1), 1.0, 1, Level((), ()), 60.0)
+        rows = asked.rows(x[:, :1].double().numpy(), y[:, None].double().numpy())
+        told.append(asked.checked(asked.answer(rows, fewest=20)))
+    slope, _, count = (told[1] - told[0])[0, 0, 0]
+    assert count == pytest.approx(1, abs=1e-6)
+    assert (slope < 0) == bool(y[at.indices[25]])
 
 
 JUNK: tuple[Any, ...] = (

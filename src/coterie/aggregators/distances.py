@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.aggregators.points import Aggregator, FloatArray, Points, Tolerant
-from coterie.arguments import COUNT, POSITIVE, optional
+from coterie.arguments import COUNT, POSITIVE, checked, optional
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Krum(Tolerant):
 
 
 @dataclass(frozen=True)
+@checked(m=optional(COUNT))
 class MultiKrum(Tolerant):
     """Average the m rows with the lowest Krum scores.
 
@@ -58,10 +59,6 @@ class MultiKrum(Tolerant):
     m: int | None = None
     uses_distances = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        optional(COUNT)("m", self.m)  # None is n − f
-
     def of(self, points: Points) -> Tensor:
         """Return the mean of the rows with the lowest scores."""
         f = self.bad(points)
@@ -71,6 +68,7 @@ class MultiKrum(Tolerant):
 
 
 @dataclass(frozen=True)
+@checked(radius=POSITIVE, iterations=COUNT)
 class CentredClipping(Aggregator):
     """Move from 0 by the mean difference to the rows, each difference clipped to a radius.
 
@@ -96,10 +94,6 @@ class CentredClipping(Aggregator):
 
     radius: float
     iterations: int = 10
-
-    def __post_init__(self) -> None:
-        POSITIVE("radius", self.radius)
-        COUNT("iterations", self.iterations)
 
     def points(self, rows: Tensor) -> Points:
         """Return the finite rows, with their Gram matrix where lengths are not enough."""

@@ -7,13 +7,14 @@ import numpy as np
 from torch import Tensor
 
 from coterie.aggregators.points import Aggregator, FloatArray, Points
-from coterie.arguments import real
+from coterie.arguments import checked, real
 
 MAX_ITERATIONS = 1000
 """Ten are usual."""
 
 
 @dataclass(frozen=True)
+@checked(tolerance=real("lie between 0 and 1", lambda tolerance: 0 < tolerance < 1))
 class GeometricMedian(Aggregator):
     """Take the point whose distances to the rows have the least sum.
 
@@ -41,11 +42,6 @@ class GeometricMedian(Aggregator):
 
     tolerance: float = 1e-8
     uses_distances = True
-
-    def __post_init__(self) -> None:
-        real("lie between 0 and 1", lambda tolerance: 0 < tolerance < 1)(
-            "tolerance", self.tolerance
-        )
 
     def of(self, points: Points) -> Tensor:
         """Return the geometric median."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.arguments import whole
+from coterie.arguments import checked, whole
 from coterie.errors import KnobError
 from coterie.gradients.gradients import is_finite
 
@@ -145,6 +145,7 @@ class Aggregator(ABC):
 
 
 @dataclass(frozen=True)
+@checked(n_byzantine=whole(0))
 class Tolerant(Aggregator):
     """An aggregator that is told how many rows may be bad.
 
@@ -154,9 +155,6 @@ class Tolerant(Aggregator):
     """
 
     n_byzantine: int
-
-    def __post_init__(self) -> None:
-        whole(0)("n_byzantine", self.n_byzantine)
 
     @property
     def least(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from coterie.aggregators.points import Aggregator, Points, Tolerant
-from coterie.arguments import COUNT
+from coterie.arguments import COUNT, checked
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class NearestNeighbourMixing(Tolerant):
 
 
 @dataclass(frozen=True)
+@checked(size=COUNT)
 class Bucketing(Aggregator):
     """Deal the rows into buckets at random, and aggregate the buckets' means.
 
@@ -84,9 +85,6 @@ class Bucketing(Aggregator):
     size: int
     then: Aggregator
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        COUNT("size", self.size)
 
     @property
     def least(self) -> int:

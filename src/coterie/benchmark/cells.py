@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import coterie
-from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.contenders import RATES, Contender
 from coterie.benchmark.methods import contender, names
-from coterie.benchmark.networks import MODELS
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS, UserSet, load
+from coterie.benchmark.sets.user_set import MODELS
 from coterie.benchmark.tasks import candidates
 from coterie.benchmark.tools import Tool
 from coterie.benchmark.totals import ALONE

@@ -13,14 +13,7 @@ from coterie.choosing import AdaptiveAveraging, Algorithm
 from coterie.data import Task, digits_by_writer
 from coterie.recording.configuration import counted
 from coterie.recording.result import Comparison, Difference
-from coterie.reporting.charts import (
-    Bar,
-    Points,
-    bar_chart,
-    bar_picture,
-    interval_chart,
-    line_chart,
-)
+from coterie.reporting.charts import Bar, Points, bar_chart, bar_picture, interval_chart, line_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import interval
 from coterie.reporting.verdict import Verdict, difference, judged
@@ -127,10 +120,10 @@ def compared(results: Sequence[Result], method: str) -> Comparison:
         pairs = np.array(
             [[getattr(by[seed], f"test_{name}") for by in (ours, alone)] for seed in seeds]
         )
-        mine, theirs = pairs.mean(0).tolist() if seeds else (math.nan, math.nan)
+        ours_mean, alone_mean = pairs.mean(0).tolist() if seeds else (math.nan, math.nan)
         measures[name] = Difference(
-            ours=mine,
-            alone=theirs,
+            ours=ours_mean,
+            alone=alone_mean,
             error=_error(pairs[:, 0] - pairs[:, 1]) if seeds else math.nan,
             less_is_better=less_is_better,
         )
@@ -186,7 +179,7 @@ def write_demo_page(out: Path, me: int, title: str, results: Sequence[Result]) -
         {"method": m, **{f"seed {r.seed}": f"{r.lr:g}" for r in results if r.method == m}}
         for m in dict.fromkeys(r.method for r in results)
     ]
-    heard = (
+    about_shares = (
         "Shares of the peers' weight, the mean over seeds; none where the model trained alone was"
         " served."
     )
@@ -197,7 +190,11 @@ def write_demo_page(out: Path, me: int, title: str, results: Sequence[Result]) -
             [table(results)],
             charts=charts,
         ),
-        Section(f"Whom writer {me} listens to", [heard], charts=[bar_chart(whom(results), heard)]),
+        Section(
+            f"Whom writer {me} listens to",
+            [about_shares],
+            charts=[bar_chart(whom(results), about_shares)],
+        ),
         Section("What was done", EXPLANATION, folded=True),
         Section(
             "Learning curves",

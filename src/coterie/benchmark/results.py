@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store
-from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.totals import (
     ALONE,
@@ -80,9 +80,9 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         <BLANKLINE>
     """
     lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)] if rows else []
-    told = ["| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines]
-    told[1:1] = ["|" + "---|" * len(rows[0])] if rows else []
-    return "\n".join([*told, ""])
+    written = ["| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines]
+    written[1:1] = ["|" + "---|" * len(rows[0])] if rows else []
+    return "\n".join([*written, ""])
 
 
 def latex(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -100,11 +100,11 @@ def latex(rows: Sequence[Mapping[str, Any]]) -> str:
         <BLANKLINE>
     """
     lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)] if rows else []
-    told = [" & ".join(_tex(cell) for cell in line) + r" \\" for line in lines]
-    told[1:1] = [r"\midrule"]
+    written = [" & ".join(_tex(cell) for cell in line) + r" \\" for line in lines]
+    written[1:1] = [r"\midrule"]
     columns = "l" + "r" * (len(lines[0]) - 1) if lines else "l"
     head = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
-    return "\n".join([*head, *told, r"\bottomrule", r"\end{tabular}", ""])
+    return "\n".join([*head, *written, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def _tex(cell: object) -> str:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.benchmark.cells import Cell, Selection, Store
-from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.contenders import Contender
 from coterie.benchmark.methods import DEFAULT
+from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.results import write_results
 from coterie.benchmark.sets import UserSet, load
 from coterie.benchmark.tasks import task_of

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.benchmark.conditions import CONDITIONS
-from coterie.benchmark.population import Numbers, Population
+from coterie.benchmark.population import CONDITIONS, Numbers, Population
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.table import Task
 from coterie.errors import DataError, KnobError, did_you_mean

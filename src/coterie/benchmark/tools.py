@@ -182,12 +182,12 @@ def closed_form(peers: Sequence[ToolRows], n_classes: int, *, trees: bool = Fals
 
     def fit(own: ToolRows, strength: float) -> Predict:
         others = [(rows.x, rows.y) for rows in peers]
-        mine, *theirs = (
+        mine, *others_rows = (
             (x, family.targets(y, n_classes or 1)) for x, y in [(own.x, own.y), *others]
         )
 
         def grown(folds: Numbers) -> Sequence[Candidates]:
-            return candidates(mine, theirs, family, folds) if trees else ()
+            return candidates(mine, others_rows, family, folds) if trees else ()
 
         fitted = fit_here(own.x, own.y, others, family, n_classes or 1, others=grown)
         model = fitted.served.model(family, intercept=True)

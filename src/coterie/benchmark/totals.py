@@ -45,8 +45,10 @@ def table(rows: Sequence[dict[str, Any]]) -> "pd.DataFrame":
     frame = pd.DataFrame(rows)
     alone = {(*_task(row), row["method"]): row for row in rows if row["method"] in ALONE}
     best, surest = {}, {}
-    for place, some in frame[frame["method"].isin(ALONE)].groupby(PLACE, sort=False):
-        wide = some.pivot_table(index=["user", "seed"], columns="method", values=["score", "loss"])
+    for place, of_alone in frame[frame["method"].isin(ALONE)].groupby(PLACE, sort=False):
+        wide = of_alone.pivot_table(
+            index=["user", "seed"], columns="method", values=["score", "loss"]
+        )
         # of what every task of it has, also where Ctrl-C came between
         means = wide.dropna(axis="columns").mean()
         best[place], surest[place] = means["score"].idxmax(), means["loss"].idxmin()

@@ -67,13 +67,11 @@ class Tuning:
     def __init__(
         self, task: SetTask, model: nn.Module, *, steps: int, batch_size: int, seed: int
     ) -> None:
-        self.task, self.model, self.steps, self.batch_size, self.seed = (
-            task,
-            model,
-            steps,
-            batch_size,
-            seed,
-        )
+        self.task = task
+        self.model = model
+        self.steps = steps
+        self.batch_size = batch_size
+        self.seed = seed
         self.regression = task.n_outputs == 1
         self.loss: Loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         self.me = copy.copy(task.me)
@@ -107,8 +105,8 @@ class Tuning:
     def prepare(self, settings: Sequence[MethodSetting]) -> None:
         """Train these settings where they are not trained yet, as many at once as can be."""
         first = [setting.start or setting for setting in settings]
-        for some in (first, settings):  # a start is chosen before what starts from it
-            pairs = dict.fromkeys((setting, lr) for setting in some for lr in setting.lrs)
+        for group in (first, settings):  # a start is chosen before what starts from it
+            pairs = dict.fromkeys((setting, lr) for setting in group for lr in setting.lrs)
             self._train_together([pair for pair in pairs if pair not in self._trials])
 
     def trial(self, setting: MethodSetting, lr: float) -> Trial:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.engines.capabilities import AnswersESteps
+from coterie.engines.capabilities import Asks
 from coterie.engines.engine import AllRows, Answers, Engine, Question
 from coterie.mixture.answers import EStep
 from coterie.mixture.families import Family
@@ -48,7 +48,7 @@ class ESteps:
     """Questions about all rows of every peer, each an exchange.
 
     Args:
-        engine: where the peers are; it is an `AnswersESteps`.
+        engine: where the peers are; it is an `Asks`.
         costs: what exchanges are counted in.
         x: the point that questions name; rows go through the layers before a layer at it.
         whole: how many exchanges there will be, for who waits.
@@ -104,13 +104,13 @@ class ESteps:
     def exchange(self, asked: AllRows, sent: int) -> Answers:
         """Ask all peers, who count alike; `sent` is how many numbers the question has."""
         engine = self.engine
-        if not isinstance(engine, AnswersESteps):
-            raise TypeError(f"{type(engine).__name__} has no `e_step`")
+        if not isinstance(engine, Asks):
+            raise TypeError(f"{type(engine).__name__} has no `ask`")
         can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)
         alike = torch.full((1, peers), 1 / max(1, peers)).double()
         self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
         step = self.first + self.exchanges
-        answers = engine.e_step(Question(point, step, alike, e_step=asked))()
+        answers = engine.ask(Question(point, step, alike, e_step=asked))()
         self.exchanges += 1
         if not can.local and (said := self._ends.after_one()):
             logger.warning("%s", said)

@@ -101,11 +101,9 @@ class Vectors:
         of them share.
         """
         n = len(self.rows)
-        return (
-            float(np.sqrt(self.spread.of_mean(n) / (self.spread.seen / n) * n / (n - 1)))
-            if self.shows_noise
-            else 1.0
-        )
+        if self.shows_noise:
+            return float(np.sqrt(self.spread.of_mean(n) / (self.spread.seen / n) * n / (n - 1)))
+        return 1.0
 
     @cached_property
     def weights(self) -> Array:

@@ -222,11 +222,9 @@ def _estimates(
         _typical([getattr(user, kind) for user in everyone]) for kind in _KINDS
     )
 
-    gradient, before, after = (
-        me.at.square(each=at),
-        me.first.square(each=first),
-        me.ahead.square(each=ahead),
-    )
+    gradient = me.at.square(each=at)
+    before = me.first.square(each=first)
+    after = me.ahead.square(each=ahead)
     smoothness = _smoothness(me, change, over)
     pl = min(
         float(gradient.values[0]) / (2 * sampled.losses[0]),
@@ -270,9 +268,8 @@ def _noise(user: _User, usual: float) -> Measured:
     each = user.at.each()
     square = (usual if each is None else float(each.values[0])) / user.in_run
     error = 0.0 if each is None else each.over(user.in_run).error
-    if (
-        user.added
-    ):  # off with what is known, and with what is not clear of its error: T·share would magnify it
+    # off with what is known, and with what is not clear of its error: T·share would magnify it
+    if user.added:
         batches, length = user.at.rows.shape
         chance = user.added**2 * math.sqrt(2 / (length * max(1, batches - 1)))
         square = square - user.added**2 if square > user.added**2 + 4 * max(error, chance) else 0.0
@@ -283,9 +280,8 @@ def _noise(user: _User, usual: float) -> Measured:
 def _smoothness(me: _User, usual: float, over: float) -> Measured:
     """Return L from how user 0's gradient changes between two points, whose squared distance is `over`."""
     smoothness = _root(me.change.square(each=usual).over(over))
-    if (
-        not smoothness.value > 0
-    ):  # lost in the noise of the batches' own curvature: then with it, an upper estimate
+    # lost in the noise of the batches' own curvature: then with it, an upper estimate
+    if not smoothness.value > 0:
         smoothness = Measured(
             math.sqrt(np.square(me.change.rows.mean(0)).sum() / over), smoothness.error
         )

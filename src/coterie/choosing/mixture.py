@@ -27,7 +27,7 @@ from coterie.mixture.answers import TOLD
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
-from coterie.mixture.mixing import MixtureEntry, told
+from coterie.mixture.mixing import MixtureEntry, mean_difference
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
     EXCHANGES,
@@ -349,7 +349,8 @@ class ClosedForm(Learner):
             if names[0] in left_out or not answers.answered.any():
                 continue
             try:
-                sums.append(asked.checked(numbers.cpu().numpy(), self._roots.get(names)))
+                root = self._roots.get(names)
+                sums.append(asked.checked(numbers.cpu().numpy(), root, len(names)))
             except DataError as error:
                 left_out |= dict.fromkeys(names, str(error))
                 continue
@@ -454,7 +455,7 @@ def account_of(
         weight = 1.0 if name == "served" else entries[name].weight if name in entries else 0.0
         line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
         if n >= FEWEST and name != "served":
-            said = told(fitted.served.losses - one.losses, fitted.folds)
+            said = mean_difference(fitted.served.losses - one.losses, fitted.folds)
             line |= said._asdict()
         if on_test is not None and ours is not None:
             line["test"] = float(on_test(one).mean())
@@ -486,8 +487,8 @@ def _sentence(fitted: Fitted) -> str:
     guess = math.inf if constant is None else constant.losses.mean()
     if fitted.is_constant:
         return (
-            "a constant is served: nothing was better than it on the own examples (loss"
-            f" {guess:.4g})"
+            f"a constant is served; its loss is {guess:.4g} on own examples that were held out"
+            " in turn"
         )
     no_worse = "" if served < guess else f"; the constant has a loss of {guess:.4g}"
     weights = ", ".join(

@@ -14,7 +14,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
-from coterie.cli.options.flags import bare_flags
+from coterie.cli.options.groups import bare_flags
 from coterie.errors import CoterieError, not_installed
 from coterie.registry import IMPORTS, import_from_environment
 
@@ -109,18 +109,16 @@ class Commands(TyperGroup):
             except OSError as error:
                 message, code = f"{error.strerror or error}: {error.filename or 'the system'}", 2
             except MemoryError:
-                message, code = (
-                    "there is not enough memory; take fewer rows or columns, or a smaller model",
-                    2,
+                message = (
+                    "there is not enough memory; take fewer rows or columns, or a smaller model"
                 )
+                code = 2
             except Exception as error:
                 if type(error).__module__.startswith(OF_THE_FRAMEWORK):
                     raise
                 what = f"{type(error).__name__}: {error}"
-                message, code = (
-                    f"an error that was not foreseen, {what}; `coterie --debug …` shows where",
-                    1,
-                )
+                message = f"an error that was not foreseen, {what}; `coterie --debug …` shows where"
+                code = 1
         _show(message)
         raise typer.Exit(code)
 
@@ -153,11 +151,9 @@ def _missing(error: ModuleNotFoundError) -> str:
     """Say which package is not there, and what brings it."""
     name = (error.name or str(error)).partition(".")[0]
     said = f"the package {name!r}"
-    return (
-        not_installed(said, EXTRAS[name])
-        if name in EXTRAS
-        else f"{said} is not installed; `pip install {name}`"
-    )
+    if name in EXTRAS:
+        return not_installed(said, EXTRAS[name])
+    return f"{said} is not installed; `pip install {name}`"
 
 
 def _show(message: str) -> None:

@@ -10,9 +10,9 @@ from typer import Option
 
 from coterie import benchmark
 from coterie.benchmark import SETS, Cell, Selection, Store
-from coterie.benchmark.conditions import CONDITIONS
 from coterie.benchmark.methods import DEFAULT, swept
 from coterie.benchmark.methods import names as all_methods
+from coterie.benchmark.population import CONDITIONS
 from coterie.cli import terminal
 from coterie.cli.terminal import bar, rich_table
 from coterie.errors import KnobError

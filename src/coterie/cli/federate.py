@@ -9,8 +9,8 @@ import typer
 from typer import Argument, Option
 
 from coterie.cli.options.groups import grouped
-from coterie.cli.options.registered import Command, knobs_of
-from coterie.data.reading import FileForm
+from coterie.cli.options.registered import ID, Command, KnobOptions, knobs_of
+from coterie.data.table import ColumnSettings
 from coterie.errors import KnobError
 from coterie.federation.settings import MessageSettings
 from coterie.methods import entry_of
@@ -45,21 +45,12 @@ class ConsortiumOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnTableOptions(FileForm):
+class OwnTableOptions(ColumnSettings):
     """User 0's table."""
 
     data: Annotated[
         Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")
     ]
-    target: Annotated[str, Option(help="The column to predict.")]
-    kind: Annotated[str, Option(help="auto, classification or regression.")] = "auto"
-    categorical: Annotated[
-        list[str],
-        Option(metavar="COLUMN", help="A column of numbers that are categories; repeat it."),
-    ] = field(default_factory=list)
-    dates: Annotated[
-        list[str], Option(metavar="COLUMN", help="A column of dates; see `coterie train`.")
-    ] = field(default_factory=list)
     drop: Annotated[
         list[str],
         Option(
@@ -70,20 +61,7 @@ class OwnTableOptions(FileForm):
             ),
         ),
     ] = field(default_factory=list)
-    ids: Annotated[
-        str | None,
-        Option(
-            "--id",
-            metavar="COLUMN",
-            help=(
-                "The column that tells rows apart: not predicted from, and written beside every"
-                " prediction."
-            ),
-        ),
-    ] = None
-    own_examples: Annotated[int | None, Option(help="Train on at most so many rows of user 0.")] = (
-        None
-    )
+    ids: Annotated[str | None, ID] = None
 
     def columns(self) -> dict[str, Any]:
         """Return what the columns are for, as `from_table` takes it."""
@@ -93,7 +71,7 @@ class OwnTableOptions(FileForm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingsRuleOptions:
+class SettingsRuleOptions(KnobOptions):
     """The rule."""
 
     rule: Annotated[
@@ -106,29 +84,6 @@ class SettingsRuleOptions:
             ),
         ),
     ] = "auto"
-    alpha: Annotated[
-        str | None,
-        Option(
-            metavar="NUMBER|auto",
-            help=(
-                "The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the"
-                " theory advises for what gradients of the sites show before the first step."
-            ),
-        ),
-    ] = None
-    beta: Annotated[
-        str | None,
-        Option(
-            metavar="NUMBER|auto",
-            help=(
-                "How fast bc's bias estimate follows, in [0, 1]; 0.01 if left out. auto: as for"
-                " --alpha."
-            ),
-        ),
-    ] = None
-    knob: Annotated[
-        list[str], Option(metavar="NAME=VALUE", help="Any knob of the rule or method; repeat it.")
-    ] = field(default_factory=list)
 
     def settings(self, *, linear: bool = False) -> dict[str, Any]:
         """Return the rule as it is written to the settings.
@@ -198,8 +153,8 @@ def init(
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
     steps = {name: value for name, value in vars(run).items() if name != "model"}
-    given = any(steps[each.name] != each.default for each in fields(StepSettings))
-    linear = run.model == "linear" and not (given or who.everyone or messages.secure_sums)
+    stepwise = any(steps[each.name] != each.default for each in fields(StepSettings))
+    linear = run.model == "linear" and not (stepwise or who.everyone or messages.secure_sums)
     training = Training(**rule.settings(linear=linear), **steps, **vars(messages))
     own = Data(
         table=str(table.data.absolute()),

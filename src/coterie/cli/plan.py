@@ -243,10 +243,10 @@ def _promise(
     """
     examples = promised.examples
     if examples is None and measured.run is not None:
-        told = [
+        sizes = [
             n for n in record_of(measured.run).configuration.peers.values() if isinstance(n, int)
         ]
-        examples = round(np.mean(told)) if told else None
+        examples = round(np.mean(sizes)) if sizes else None
     for name, value in {"examples": examples, "parameters": promised.parameters}.items():
         if value is None:
             raise KnobError(f"`--{name}` is missing: the noise behind `--epsilon` depends on it")
@@ -328,7 +328,8 @@ def _estimates(record: Record, run: Path) -> Estimates:
     if not record.configuration.estimates:
         why = (
             record.configuration.not_measured
-            or "it was trained alone, by a method, or with `measure=False`"
+            or "it was trained alone, by a method, by a rule without knobs, or with"
+            " `measure=False`; train with `measure=True`"
         )
         raise DataError(f"the run in {run} has no measured constants: {why}; give them by options")
     return Estimates.from_plain(record.configuration.estimates)

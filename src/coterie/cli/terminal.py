@@ -11,6 +11,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.errors import DataError
+from coterie.recording.progress import rich_bar
 from coterie.recording.record import Record
 
 if TYPE_CHECKING:
@@ -90,24 +91,5 @@ def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
 
     Shown in a terminal.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(errors=True), transient=True) as progress:
-        task = progress.add_task(description, total=total)
-
-        def advance(what: str, n: int = 1) -> None:
-            progress.update(task, advance=n, description=what)
-
-        yield advance
+    with rich_bar(description, total) as update:
+        yield lambda what, n=1: update(advance=n, description=what)

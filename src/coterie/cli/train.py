@@ -4,29 +4,41 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.everyone import ALL, for_everyone, train_all
 from coterie.cli.options.groups import grouped
 from coterie.cli.options.training import EngineOptions, FitOptions, RuleOptions, TableOptions
 from coterie.cli.terminal import quietly, rich_table, to_apply
-from coterie.data import TableTask, from_table
+from coterie.data import TableTask, from_table, users_from_table
+from coterie.data.reading import rank_file, users_in
 from coterie.engines.processes.processes import Processes
-from coterie.engines.processes.rendezvous import Rendezvous
-from coterie.errors import DataError, KnobError
-from coterie.recording.configuration import StepSettings
+from coterie.engines.processes.rendezvous import Address, Rendezvous
+from coterie.errors import DataError, KnobError, few_of
+from coterie.everyone.gains import beside_pooled
+from coterie.everyone.runs import Runs
+from coterie.recording.configuration import StepSettings, counted
+from coterie.recording.record import Record
 from coterie.registry import RunFacts
+from coterie.reporting.run_page import HEADLINES
 from coterie.reporting.summary import beside_alone
-from coterie.reporting.whom import listened_to
+from coterie.reporting.whom import listened_to, peer_shares, weighs
 from coterie.tables import cluster
-from coterie.training.run import Run
+from coterie.training.run import Run, Stopped
+
+ALL = "all"
+"""What `--me` says for everybody."""
+LEAST, NAMED = 0.005, 3
+"""From which share of the peers' weight on a peer is named, and how many are."""
 
 
 @grouped
-def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:
+def train(
+    table: TableOptions, rule: RuleOptions, options: FitOptions, where: EngineOptions
+) -> None:
     """Train a personal model for one user of a table, and say whether it is better than one trained alone.
 
     User 0's rows are split into training, validation (which chooses the best model) and test (used
@@ -52,26 +64,24 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
 
     from coterie.tables.fit import fit
 
-    torch.set_num_threads(how.threads)
-    if rule.rule == "alone" and how.exchange_every > 1:
+    torch.set_num_threads(options.threads)
+    if rule.rule == "alone" and options.exchange_every > 1:
         raise KnobError(
             "`--exchange-every` has no effect with `--rule alone`, which asks nobody; leave it out"
         )
-    everyone = for_everyone(table, rule, how, where)
-    table, rule, how = _in_closed_form(table, rule, how, where)
-    _check_repeats(rule, how, where)
+    everyone = _for_everyone(table, rule, options, where)
+    table, rule, options = _in_closed_form(table, rule, options, where)
+    _check_repeats(rule, options, where)
     if everyone and where.engine == "in-process":
-        return train_all(table, rule, how)
-    users = _users(table, how, where, everyone=everyone)
+        return _train_all(table, rule, options)
+    users = _users(table, options, where, everyone=everyone)
     if users is None:
         return None
     task, peers, changed = users
-    settings, chosen = (
-        how.settings() | changed | where.attacked(),
-        rule.build(RunFacts(len(task.me), peers, how.steps)),
-    )
+    settings = options.settings() | changed | where.attacked()
+    chosen = rule.build(RunFacts(len(task.me), peers, options.steps))
     settings["again"] = [
-        functools.partial(_split_again, table, rule, how, k) for k in range(1, how.repeats)
+        functools.partial(_split_again, table, rule, options, k) for k in range(1, options.repeats)
     ]
     try:
         run = fit(task, chosen, **settings)
@@ -79,22 +89,18 @@ def train(table: TableOptions, rule: RuleOptions, how: FitOptions, where: Engine
         run = None
     console, out = terminal.console(), settings["out"]
     if run is None:
-        console.print(
-            f"stopped; everything is saved in {out}, and the same command with --resume goes on"
-        )
-        raise typer.Exit(130)
-    _print_result(
-        run, f"{table.target} for {task.me.name}, {task.preparation.kind}, {_counted(len(peers))}"
-    )
+        raise _stopped(out)
+    about = task.preparation.kind, counted(len(peers), "peer")
+    _print_result(run, ", ".join((f"{table.target} for {task.me.name}", *about)))
     only = ", which no other process sees" if everyone else ""
     console.print(f"Model, preparation, record and a page (index.html){only}: {out}")
-    console.print(f"To apply it: {to_apply(out, how.model)}", soft_wrap=True)
+    console.print(f"To apply it: {to_apply(out, options.model)}", soft_wrap=True)
     _check_finite(run)
     return None
 
 
 def _in_closed_form(
-    table: TableOptions, rule: RuleOptions, how: FitOptions, where: EngineOptions
+    table: TableOptions, rule: RuleOptions, options: FitOptions, where: EngineOptions
 ) -> tuple[TableOptions, RuleOptions, FitOptions]:
     """Name the rule and the model that auto stands for.
 
@@ -102,7 +108,7 @@ def _in_closed_form(
     are mixed with linear models, unless `--model` says which.
     """
     stepwise = any(
-        getattr(how, each.name) != each.default
+        getattr(options, each.name) != each.default
         for each in fields(StepSettings)
         if each.name != "seed"
     )
@@ -114,16 +120,16 @@ def _in_closed_form(
         kinds = {}
     if table.validation is None and rule.rule in {"auto", "adaptive", "mixture"}:
         table = replace(table, validation=0.0)
-    if rule.rule != "auto" or stepwise or knobs or not plain or how.model not in kinds:
-        if how.model == "trees":
+    if rule.rule != "auto" or stepwise or knobs or not plain or options.model not in kinds:
+        if options.model == "trees":
             raise KnobError(
                 "`--model trees` takes no steps, and needs rows that count alike and one user who"
                 " trains; leave out `--rule`, what says how steps are taken, `--weights`, `--me all`"
                 " over processes and `--secure-sums`"
             )
-        return table, rule, replace(how, model=_linear(how.model))
-    closed = replace(rule, rule="mixture", knob=kinds[how.model])
-    return table, closed, replace(how, model=_linear(how.model))
+        return table, rule, replace(options, model=_linear(options.model))
+    closed = replace(rule, rule="mixture", knob=kinds[options.model])
+    return table, closed, replace(options, model=_linear(options.model))
 
 
 def _linear(model: str) -> str:
@@ -132,62 +138,67 @@ def _linear(model: str) -> str:
 
 
 def _users(
-    table: TableOptions, how: FitOptions, where: EngineOptions, *, everyone: bool
+    table: TableOptions, options: FitOptions, where: EngineOptions, *, everyone: bool
 ) -> tuple[TableTask, Mapping[str, int], dict[str, Any]] | None:
     """Return this process's task, its peers with their rows, and settings that are others for it.
 
     None where it is a peer, and the run is over.
     """
-    changed: dict[str, Any] = {"device": cluster.here(how.device)}
+    changed: dict[str, Any] = {"device": cluster.here(options.device)}
     if where.engine == "in-process":
-        task = from_table(seed=how.seed, **table.settings())
+        task = from_table(seed=options.seed, **table.settings())
         return task, {peer.name: len(peer) for peer in task.peers}, changed
     others = Processes(Rendezvous(where.timeout or 120.0))
     if everyone:
         with others.or_leave():
-            task, sizes, folder = cluster.meet(others, table.settings(), seed=how.seed)
-        changed["out"] = how.out / folder
+            task, sizes, folder = cluster.meet(others, table.settings(), seed=options.seed)
+        changed["out"] = options.out / folder
     elif others.rank:
-        _follow(others, table, how, where)
+        _follow(others, table, options, where)
         return None
     else:
         with others.or_leave():
-            settings = table.settings() | {"seed": how.seed}
-            task, sizes = cluster.lead(others, settings, model=how.model)
+            settings = table.settings() | {"seed": options.seed}
+            task, sizes = cluster.lead(others, settings, model=options.model)
     return task, sizes, changed | {"engine": where.over(others, everyone=everyone)}
 
 
-def _counted(peers: int) -> str:
-    return f"{peers} peer{'' if peers == 1 else 's'}"
-
-
-def _check_repeats(rule: RuleOptions, how: FitOptions, where: EngineOptions) -> None:
+def _check_repeats(rule: RuleOptions, options: FitOptions, where: EngineOptions) -> None:
     """Refuse to repeat what has nothing to be compared with, or whose peers are elsewhere."""
-    if how.repeats > 1 and where.engine == "torch":
+    if options.repeats > 1 and where.engine == "torch":
         raise KnobError(
             "`--repeats` is for users in this process; leave it out, or `--engine torch`"
         )
-    if how.repeats > 1 and rule.rule == "alone":
+    if options.repeats > 1 and rule.rule == "alone":
         raise KnobError(
             "`--repeats` compares with training alone, which `--rule alone` is; leave it out"
         )
 
 
 def _split_again(
-    table: TableOptions, rule: RuleOptions, how: FitOptions, k: int
+    table: TableOptions, rule: RuleOptions, options: FitOptions, k: int
 ) -> tuple[TableTask, Any]:
     """Return the task with user 0's rows split in another way, and the rule for it."""
-    task = quietly(from_table, seed=how.seed + k, **table.settings())
-    return task, rule.build(
-        RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, how.steps)
+    task = quietly(from_table, seed=options.seed + k, **table.settings())
+    sizes = {peer.name: len(peer) for peer in task.peers}
+    return task, rule.build(RunFacts(len(task.me), sizes, options.steps))
+
+
+def _stopped(out: Path) -> typer.Exit:
+    """Say that a run was stopped, and how it goes on."""
+    terminal.console().print(
+        f"stopped; everything is saved in {out}, and the same command with --resume goes on"
     )
+    return typer.Exit(130)
 
 
-def _follow(others: Processes, table: TableOptions, how: FitOptions, where: EngineOptions) -> None:
+def _follow(
+    others: Processes, table: TableOptions, options: FitOptions, where: EngineOptions
+) -> None:
     """Be a peer among the processes of torchrun, until the run ends."""
     whose = table.user_column, table.me, table.leave_out
     part = functools.partial(cluster.part_of, others, table.data, *whose, form=table)
-    cluster.follow(others, part, how.model, how.device, secure_sums=where.secure_sums)
+    cluster.follow(others, part, options.model, options.device, secure_sums=where.secure_sums)
 
 
 def _print_result(run: Run, title: str) -> None:
@@ -206,3 +217,92 @@ def _check_finite(run: Run) -> None:
             f"the test loss is {loss}, so the model is of no use; start again with a lower `--lr`,"
             " or look for extreme values in the table"
         )
+
+
+def _for_everyone(
+    table: TableOptions, rule: RuleOptions, options: FitOptions, where: EngineOptions
+) -> bool:
+    """Say whether a model for each user is asked for.
+
+    One who is called "all" is meant where there is one.
+    """
+    if table.me != ALL:
+        return False
+    rank = None if where.engine == "in-process" else Address.told().rank
+    data = table.data if rank is None else rank_file(table.data, rank)
+    everyone = ALL not in users_in(data, table.user_column, table)
+    if everyone and where.attack:
+        raise KnobError("`--attack` is for the peers of one user; name one in `--me`")
+    if everyone and rule.is_method and where.engine != "in-process":
+        raise KnobError(
+            f"{rule.rule!r} is a method, which `--me all` takes in one process; leave out `--engine`"
+        )
+    if everyone and rule.tau:
+        raise KnobError("`--tau` weighs the peers of one user; leave it out, or name one in `--me`")
+    return everyone
+
+
+def _train_all(table: TableOptions, rule: RuleOptions, options: FitOptions) -> None:
+    """Train a model for each user of the table, and say who gains."""
+    from coterie.tables.fit import fit_everyone
+
+    columns = {name: value for name, value in table.settings().items() if name != "me"}
+    split = functools.partial(users_from_table, **columns)
+    console, settings = terminal.console(), {**options.settings(), "user_column": table.user_column}
+    settings["again"] = [
+        functools.partial(quietly, split, seed=options.seed + k) for k in range(1, options.repeats)
+    ]
+    try:
+        runs = fit_everyone(split(seed=options.seed), rule.build, **settings)
+    except KeyboardInterrupt:  # pressed twice
+        runs = None
+    if runs is None:
+        raise _stopped(options.out)
+    console.print(runs.summary().splitlines()[0], highlight=False)
+    for line in filter(None, [*map(str, runs.overall), beside_pooled(runs.gains)]):
+        console.print(line, highlight=False)
+    console.print(rich_table(table.target, _rows_of(runs)))
+    console.print(f"The page of all, which leads to everybody's own: {options.out / 'index.html'}")
+    console.print(
+        f"Everybody's model, preparation, record and page, in a folder each: {options.out}"
+    )
+    console.print(f"To apply them: {to_apply(options.out, options.model)}", soft_wrap=True)
+    _check_all_finite(runs)
+
+
+def _check_all_finite(runs: Runs) -> None:
+    """Refuse runs whose gradients or test losses are not finite, once everybody's is written."""
+    bad = [
+        name
+        for name, run in runs.runs.items()
+        if run.stopped is Stopped.NOT_FINITE or not math.isfinite(run.test.get("loss", 0.0))
+    ]
+    if bad:
+        raise DataError(
+            f"the gradients or the test loss of {few_of(bad)} are not finite: do not use those"
+            " models; start again with a lower `--lr`, or look for extreme values in their rows"
+        )
+
+
+def _rows_of(runs: Runs) -> list[dict[str, str]]:
+    """Return a row for each user: the verdict, and the numbers that it rests on."""
+    measures = [one.measure for one in runs.overall]
+    rows = []
+    for gain in runs.gains:
+        record = runs.runs[gain.name].record
+        differences = gain.differences()
+        rows.append(
+            {"user": gain.name, "verdict": HEADLINES[gain.verdict.finding]}
+            | {f"{name}, against alone": differences.get(name, "") for name in measures}
+            | {"listens to": _listened_to(record)}
+        )
+    return rows
+
+
+def _listened_to(record: Record) -> str:
+    """Name those with most of the peers' weight, or say that there are none, or that it is not known."""
+    if not weighs(record.configuration, record.end):
+        return "no weights"
+    peers = peer_shares(record.configuration, record.end)
+    named = [f"{peer.name} {peer.share:.0%}" for peer in peers if peer.share >= LEAST]
+    return ", ".join(named[:NAMED] or ["nobody"]) + (" …" if len(named) > NAMED else "")

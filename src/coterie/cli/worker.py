@@ -115,7 +115,7 @@ def _known(keys: list[str]) -> dict[str, str]:
 
 
 @grouped
-def worker(table: PeerTableOptions, gives: GivingOptions, how: ProcessOptions) -> None:
+def worker(table: PeerTableOptions, gives: GivingOptions, process: ProcessOptions) -> None:
     """Be a peer: give user 0 gradients of these rows, until its run ends. For a trusted network only.
 
     User 0 runs `coterie train --engine torch`. Every process is told by its environment who it is:
@@ -128,8 +128,8 @@ def worker(table: PeerTableOptions, gives: GivingOptions, how: ProcessOptions) -
     """
     import torch
 
-    torch.set_num_threads(how.threads)
+    torch.set_num_threads(process.threads)
     settings = gives.settings()  # what cannot be meant is told before user 0 is
-    others = Processes(Rendezvous(how.timeout))
-    answered = cluster.follow(others, table.rows, how.model, how.device, **settings)
+    others = Processes(Rendezvous(process.timeout))
+    answered = cluster.follow(others, table.rows, process.model, process.device, **settings)
     typer.echo(f"{table.name} gave {answered} gradients", err=True)

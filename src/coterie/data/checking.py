@@ -207,9 +207,10 @@ def reasons(left_out: Mapping[str, str], most: int = 3) -> str:
         >>> reasons({"a": "no target", "b": "no target"}, most=1)
         "'a': no target; and so on, for 1 more"
     """
-    told = [f"{name!r}: {why}" for name, why in left_out.items()]
+    reported = [f"{name!r}: {why}" for name, why in left_out.items()]
     return "; ".join(
-        told[:most] + ([f"and so on, for {len(told) - most} more"] if len(told) > most else [])
+        reported[:most]
+        + ([f"and so on, for {len(reported) - most} more"] if len(reported) > most else [])
     )
 
 
@@ -276,11 +277,9 @@ def _kind_of(target: pd.Series[Any]) -> Kind:
     if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
         return "classification"
     values = np.unique(target.to_numpy(dtype=float))
-    return (
-        "classification"
-        if len(values) <= MAX_CLASSES and np.all(values == values.round())
-        else "regression"
-    )
+    if len(values) <= MAX_CLASSES and np.all(values == values.round()):
+        return "classification"
+    return "regression"
 
 
 LEAST_COPIES, MORE = 3, 5
@@ -323,7 +322,7 @@ def warn_of_suspicious(
         )
 
 
-def copies_among(theirs: pd.DataFrame, own: pd.DataFrame) -> NDArray[np.bool_]:
+def copies_among(rows: pd.DataFrame, own: pd.DataFrame) -> NDArray[np.bool_]:
     """Say which of a user's rows are another's too, by their features; none where that may be chance.
 
     How often rows are alike by chance is told by those of one user: with features of few values
@@ -339,31 +338,29 @@ def copies_among(theirs: pd.DataFrame, own: pd.DataFrame) -> NDArray[np.bool_]:
     """
     import pandas as pd
 
-    both = [pd.util.hash_pandas_object(rows, index=False) for rows in (theirs, own)]
+    both = [pd.util.hash_pandas_object(each, index=False) for each in (rows, own)]
     counts = [hashes.value_counts() for hashes in both]
     pairs = float(counts[0].mul(counts[1], fill_value=0).sum())
     alike = sum(float((each * (each - 1)).sum()) / 2 for each in counts)
     possible = sum(len(hashes) * (len(hashes) - 1) / 2 for hashes in both)
-    by_chance = len(theirs) * len(own) * (alike + 1) / max(possible, 1.0)
+    by_chance = len(rows) * len(own) * (alike + 1) / max(possible, 1.0)
     there = both[0].isin(both[1]).to_numpy()
     return there if there.sum() >= LEAST_COPIES and pairs > MORE * by_chance else there & False
 
 
 def without_copies(
-    theirs: pd.DataFrame, own: pd.DataFrame, target: str, preparation: Preparation
+    rows: pd.DataFrame, own: pd.DataFrame, target: str, preparation: Preparation
 ) -> tuple[pd.DataFrame, str]:
     """Return a peer's rows without those that are user 0's, and what is said of these, "" of none."""
-    copies = copies_among(preparation.tidied(theirs), preparation.tidied(own))
+    copies = copies_among(preparation.tidied(rows), preparation.tidied(own))
     if not copies.any():
-        return theirs, ""
+        return rows, ""
     with_target = copies_among(
-        *(preparation.tidied(rows).assign(t=rows[target].astype(str)) for rows in (theirs, own))
+        *(preparation.tidied(each).assign(t=each[target].astype(str)) for each in (rows, own))
     )
-    said = f"{copies.sum()} of its {len(theirs)} rows are user 0's"
+    said = f"{copies.sum()} of its {len(rows)} rows are user 0's"
     same = int(with_target.sum())
-    return theirs[~copies], said + (
-        "" if same == copies.sum() else f", {same} with the same target"
-    )
+    return rows[~copies], said + ("" if same == copies.sum() else f", {same} with the same target")
 
 
 def warn_of_common_rows(rows: Mapping[str, pd.DataFrame], preparation: Preparation) -> None:
@@ -376,10 +373,10 @@ def warn_of_common_rows(rows: Mapping[str, pd.DataFrame], preparation: Preparati
         for name, each in tidied.items()
     ).drop_duplicates()
     pairs = hashes.merge(hashes, on="row").query("user_x < user_y")
-    for (one, other), some in pairs.groupby(["user_x", "user_y"]):
-        if len(some) >= LEAST_COPIES and copies_among(tidied[one], tidied[other]).any():
+    for (one, other), common in pairs.groupby(["user_x", "user_y"]):
+        if len(common) >= LEAST_COPIES and copies_among(tidied[one], tidied[other]).any():
             warnings.warn(
-                f"the users {one!r} and {other!r} have {len(some)} rows in common, so that one is"
+                f"the users {one!r} and {other!r} have {len(common)} rows in common, so that one is"
                 " tested on rows that the other trains with: what is said of both is too good;"
                 f" leave one out: `leave_out=[{other!r}]` (`--leave-out {quote(str(other))}`)",
                 stacklevel=3,
@@ -473,9 +470,11 @@ def leaking(
         codes = rows[[column]]
         if column in preparation.categorical:
             codes = codes.astype(str).apply(lambda values: values.astype("category").cat.codes)
-        told = cross_val_predict(tree, codes.to_numpy(dtype=float), truth, cv=5)
+        predicted = cross_val_predict(tree, codes.to_numpy(dtype=float), truth, cv=5)
         share = (
-            np.mean(told == truth) if classes else 1 - np.mean((told - truth) ** 2) / np.var(truth)
+            np.mean(predicted == truth)
+            if classes
+            else 1 - np.mean((predicted - truth) ** 2) / np.var(truth)
         )
         if share >= NEARLY_ALL and 1 - share < (1 - base) / 4:
             yield column, float(share)

@@ -219,11 +219,11 @@ def _check_text(values: pd.Series[Any], otherwise: str) -> None:
     count, about = int(there.sum()), f"column {values.name!r}"
     thousands = text.str.fullmatch(THOUSANDS).to_numpy(dtype=bool) & there
     if numbers.sum() == count:
-        told = (
+        warning = (
             f"{about} holds numbers as text, which is taken as categories; turn it into numbers,"
             f" {otherwise}"
         )
-        warnings.warn(told, stacklevel=4)
+        warnings.warn(warning, stacklevel=4)
     elif thousands.any() and (thousands | numbers).sum() == count:
         problem = f"{about} holds commas between every three digits: {first_in(values, thousands)}"
         remedy = f"take them out if they part thousands, {DECIMALS} if decimals follow"

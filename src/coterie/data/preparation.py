@@ -147,11 +147,11 @@ class Preparation:
 
         Other categories, numbers that are cut.
         """
-        told, tidied = [], self.tidied(rows)
+        unfamiliar, tidied = [], self.tidied(rows)
         prepared = self.transformer.transform(tidied)[:, : len(self.numeric)]
         for column, numbers in zip(self.numeric, prepared.T, strict=True):
             if far := int((np.abs(numbers) > MAX_DEVIATIONS).sum()):
-                told.append(
+                unfamiliar.append(
                     f"column {column!r} has {far} of {len(rows)} numbers more than"
                     f" {MAX_DEVIATIONS:g} standard deviations from the mean of the training rows;"
                     " they are taken for that far"
@@ -164,12 +164,12 @@ class Preparation:
         for column, categories in zip(self.categorical, known, strict=True):
             other = ~tidied[column].isin(categories).to_numpy()
             if other.any():
-                told.append(
+                unfamiliar.append(
                     f"column {column!r} has {other.sum()} of {len(rows)} values that the training"
                     f" rows did not have, the first is {tidied[column][other].iloc[0]!r}; they"
                     " count as none of the known ones"
                 )
-        return told
+        return unfamiliar
 
     def targets(self, values: pd.Series[Any]) -> Tensor:
         """Return targets as class numbers, or as numbers of shape (rows, 1) in user 0's units."""
@@ -221,11 +221,11 @@ class Preparation:
                 {"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()}
             )
         probabilities = outputs.double().softmax(1)
-        told: dict[str, Any] = {
+        predicted: dict[str, Any] = {
             "prediction": [self.classes[i] for i in probabilities.argmax(1).tolist()]
         }
         names = (f"probability_{each}" for each in self.classes)
-        return pd.DataFrame(told | dict(zip(names, probabilities.T.numpy(), strict=True)))
+        return pd.DataFrame(predicted | dict(zip(names, probabilities.T.numpy(), strict=True)))
 
     def balanced(self, targets: pd.Series[Any]) -> Preparation:
         """Return the same, with a loss in which all classes of these targets count alike."""
@@ -271,9 +271,11 @@ class Preparation:
             for each in fields(cls)
             if each.name in TUPLES
         }
-        transformer = skops.io.loads(
-            base64.b64decode(plain["transformer"]), trusted=["numpy.dtype"]
-        )
+        data = base64.b64decode(plain["transformer"])
+        files.check_inflated(
+            data, files.MOST_TEXT
+        )  # of any content, a folder may come from anybody
+        transformer = skops.io.loads(data, trusted=["numpy.dtype"])
         return cls(**{**plain, **tuples, "transformer": transformer})
 
 

@@ -204,14 +204,14 @@ def _pieces_of_file(
             return
         # what a pipe holds can be read once
         source = path if path.is_file() else io.BytesIO(path.read_bytes())
-        how: dict[str, Any] = {"sep": sep, "decimal": form.decimal, "dtype": kinds}
-        how |= {"na_values": list(form.na_values)} if form.na_values else {}
+        options: dict[str, Any] = {"sep": sep, "decimal": form.decimal, "dtype": kinds}
+        options |= {"na_values": list(form.na_values)} if form.na_values else {}
         head = pd.read_csv(source, header=None, nrows=1, dtype=str, sep=sep).iloc[0]
         if form.header:
             if len(head) != len(form.header):
                 count = f"`header` names {len(form.header)} columns, but {path} has {len(head)}"
                 raise DataError(f"{count} in its first line, which is {few_of(head)}")  # noqa: TRY301  # see below
-            how |= {"header": None, "names": list(form.header)}
+            options |= {"header": None, "names": list(form.header)}
         else:
             # pandas would rename the second column of a name without a word
             check_names(head.dropna(), str(path))
@@ -219,9 +219,9 @@ def _pieces_of_file(
         if isinstance(source, io.BytesIO):
             source.seek(0)
         if rows is None:
-            yield pd.read_csv(source, **how)
+            yield pd.read_csv(source, **options)
         else:
-            yield from pd.read_csv(source, chunksize=rows, **how)
+            yield from pd.read_csv(source, chunksize=rows, **options)
     except DataError:
         raise
     except UnicodeDecodeError as error:

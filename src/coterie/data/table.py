@@ -74,8 +74,8 @@ class TableTask(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSettings(FileForm):
-    """What users are made of: a table, and what its columns are for."""
+class ColumnSettings(FileForm):
+    """What the columns of a table of one user are for."""
 
     data: Annotated[
         Any,
@@ -83,18 +83,13 @@ class TableSettings(FileForm):
             "A CSV or Parquet file or, in Python, a DataFrame; {user} in its name for a file each."
         ),
     ] = field(kw_only=False)
-    user_column: Annotated[str, Setting("The column that says whose row it is.")]
     target: Annotated[str, Setting("The column to predict.")]
-    features: Annotated[
-        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
-    ] = None
     drop: Annotated[
         Sequence[str],
         Setting("Columns not to predict from, such as what is known afterwards only."),
     ] = ()
     categorical: Annotated[
-        Sequence[str],
-        Setting("Columns of numbers to treat as categories; text always is one."),
+        Sequence[str], Setting("Columns of numbers to treat as categories; text always is one.")
     ] = ()
     dates: Annotated[
         Sequence[str],
@@ -106,6 +101,27 @@ class TableSettings(FileForm):
             "The column that tells rows apart: not predicted from, and written beside every"
             " prediction."
         ),
+    ] = None
+    kind: Annotated[
+        Kind | Literal["auto"],
+        Setting(
+            "What the target is; auto tells by its values: text, booleans and up to 20 different"
+            " whole numbers are classes."
+        ),
+    ] = "auto"
+    own_examples: Annotated[
+        int | None,
+        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(ColumnSettings):
+    """What users are made of: a table, and what its columns are for."""
+
+    user_column: Annotated[str, Setting("The column that says whose row it is.")]
+    features: Annotated[
+        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
     ] = None
     weights: Annotated[
         str | None,
@@ -121,18 +137,7 @@ class TableSettings(FileForm):
             " then those of classes that are equally frequent."
         ),
     ] = None
-    kind: Annotated[
-        Kind | Literal["auto"],
-        Setting(
-            "What the target is; auto tells by its values: text, booleans and up to 20 different"
-            " whole numbers are classes."
-        ),
-    ] = "auto"
     leave_out: Annotated[Sequence[object], Setting("Users to take no notice of.")] = ()
-    own_examples: Annotated[
-        int | None,
-        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
-    ] = None
     validation: Annotated[
         float | None,
         Setting(
@@ -236,8 +241,8 @@ def from_table(settings: OneUserSettings) -> TableTask:
             stacklevel=2,
         )
     sizes = preparation.n_inputs, preparation.n_outputs
-    told = left_out | {name: f"in part: {said}" for name, said in copies.items()}
-    return TableTask(mine, peers, *sizes, preparation, target, parts[2], told)
+    reported = left_out | {name: f"in part: {said}" for name, said in copies.items()}
+    return TableTask(mine, peers, *sizes, preparation, target, parts[2], reported)
 
 
 def _peers(
@@ -273,11 +278,16 @@ def split_rows(
     own_examples: int | None,
     seed: int,
     whose: str = "user 0",
+    at_most: bool = False,
 ) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows, stratified by class where possible."""
+    """Return a user's training, validation and test rows, stratified by class where possible.
+
+    `at_most`: take all rows that are left where these are fewer than `own_examples`.
+    """
     sizes = [max(1, round(share * len(own))) if share else 0 for share in shares]
     left = len(own) - sum(sizes)
     wanted = left if own_examples is None else own_examples
+    wanted = min(wanted, left) if at_most else wanted
     if not 2 <= wanted <= left:
         has = f"{whose} has {len(own)} row{'' if len(own) == 1 else 's'}"
         if len(own) < (least := 2 + sum(map(bool, sizes))):
@@ -393,10 +403,11 @@ def _split(
 ) -> tuple[dict[str, list[pd.DataFrame]], dict[str, str]]:
     """Return everybody's training, validation and test rows, and who is left out, with why."""
     parts, left_out = {}, dict(table.left_out)
-    settings = table.roles.target, table.kind, shares, own_examples
+    settings = table.roles.target, table.kind, shares
+    most: dict[str, Any] = {"own_examples": own_examples, "at_most": True, "seed": seed}
     for name, own in table.rows.items():
         try:
-            parts[name] = split_at_most(own, *settings, seed=seed, name=name)
+            parts[name] = split_rows(own, *settings, whose=repr(name), **most)
         except DataError as error:
             left_out[name] = str(error)
     return parts, left_out
@@ -411,24 +422,6 @@ def _prepared_alike(table: CheckedTable, trainings: Sequence[pd.DataFrame]) -> P
     ]
     classes = classes_of(table.targets) if kind == "classification" else ()
     return functools.reduce(operator.add, statistics).preparation(classes)
-
-
-def split_at_most(
-    own: pd.DataFrame,
-    target: str,
-    kind: Kind,
-    shares: tuple[float, float],
-    own_examples: int | None,
-    *,
-    seed: int,
-    name: str,
-) -> list[pd.DataFrame]:
-    """Return a user's training, validation and test rows; of the first at most so many."""
-    split: dict[str, Any] = {"seed": seed, "whose": repr(name)}
-    parts = split_rows(own, target, kind, shares, own_examples=None, **split)
-    if own_examples is None or own_examples >= len(parts[0]):
-        return parts
-    return split_rows(own, target, kind, shares, own_examples=own_examples, **split)
 
 
 def user_of(

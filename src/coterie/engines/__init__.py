@@ -1,6 +1,6 @@
 """Engines: where the users are. Each engine gives the gradients of all users at one point."""
 
-from coterie.engines.capabilities import AnswersAtOwnPoints, AnswersESteps, Captures, Local, require
+from coterie.engines.capabilities import AnswersAtOwnPoints, Asks, Captures, Local, require
 from coterie.engines.engine import Capabilities, Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.private_peers import PrivatePeers
@@ -10,7 +10,7 @@ from coterie.engines.remote.sites import LocalSites, Replies, Sites
 
 __all__ = [
     "AnswersAtOwnPoints",
-    "AnswersESteps",
+    "Asks",
     "Capabilities",
     "Captures",
     "Engine",

@@ -19,13 +19,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from coterie.engines.capabilities import AsksAtPoints, Stackable
+from coterie.engines.capabilities import Asks, Stackable
 from coterie.engines.compression import Sketch, sketch_key
 from coterie.engines.engine import Answers, Engine, PeerEvidence, Question, combined
 from coterie.engines.in_process.engine import InProcess
@@ -70,17 +70,26 @@ def asking(engine: Engine, user: OwnUser, parts: Tensor) -> "GradientsAtPoints":
     """
     if isinstance(engine, Stackable) and engine.capabilities.not_stacked is None:
         return StackedGradients(engine, user, parts)
-    return GradientsAtPoints(engine, user, parts)
+    alone = user.engine(torch.ones_like(parts[0]))
+    here = StackedGradients(alone, user, parts) if alone.capabilities.not_stacked is None else None
+    return GradientsAtPoints(engine, user, parts, here)
 
 
 class GradientsAtPoints:
     """Answers from any engine, and losses at points.
 
-    User 0 computes its own here, point by point.
+    User 0 computes its own `here`, by the operator; point by point where its model cannot be
+    stacked.
     """
 
-    def __init__(self, engine: Engine, user: OwnUser, parts: Tensor) -> None:
-        self.engine, self.user, self.parts = engine, user, parts
+    def __init__(
+        self,
+        engine: Engine,
+        user: OwnUser,
+        parts: Tensor,
+        here: "StackedGradients | None" = None,
+    ) -> None:
+        self.engine, self.user, self.parts, self._here = engine, user, parts, here
         self.names, self.d = engine.names, Parameters(user.model).size
         self._carried = self._carried_buffers()
         self._model = copied(user.model)
@@ -98,6 +107,8 @@ class GradientsAtPoints:
         Half precision has no room for counts, and all points share them there.
         """
         model = self.user.model
+        if self._here is not None:
+            return []
         moved, exact = self._own[0].support.moved, next(model.parameters()).dtype.itemsize >= 4
         counts = moved if exact else ()
         named = model.named_buffers() if moved else ()
@@ -144,6 +155,10 @@ class GradientsAtPoints:
 
     def _own_gradients(self, question: Question, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return user 0's gradient and loss at each point, on its part's batch, and what is left in the buffers."""
+        if self._here is not None:
+            nobody, here = self._here.nobody, self._here
+            alone = here.ask(replace(question, points=points, weights=nobody, each=()))
+            return cast("Tensor", alone.sums), cast("Tensor", alone.losses), points[:, self.d :]
         gradients, losses, moved = (
             [points[:0, : self.d]],
             [points.new_zeros(0)],
@@ -159,6 +174,8 @@ class GradientsAtPoints:
 
     def _on_all(self, question: Question) -> Tensor:
         """Return user 0's gradients at the first points, on all examples of the parts that judge there."""
+        if self._here is not None:
+            return self._here._on_all(question) if question.each else question.points[:0, : self.d]
         gradients = torch.zeros_like(question.points[: len(question.each), : self.d])
         for point, part, total in zip(question.points, question.each, gradients, strict=False):
             engine = self._own[part]
@@ -240,7 +257,7 @@ class GradientsAtPoints:
         rows, sketched = bool(judged) and size is None, int(usable[:judged].sum()) if size else 0
         wanted = asked[usable]
         waiting: Callable[[], Answers] | None = None
-        if isinstance(self.engine, AsksAtPoints) and not wanted.isnan().all():
+        if isinstance(self.engine, Asks) and not wanted.isnan().all():
             sent = points[usable]
             buffers = self._buffers(sent)
             sending = Question(sent[:, : self.d], question.step, wanted, rows, sketched, buffers)
@@ -286,6 +303,8 @@ class GradientsAtPoints:
 
     def losses(self, points: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each example at each point, of shape (R, n), in evaluation mode."""
+        if self._here is not None:
+            return self._here.losses(points, examples)
         by_point = []
         for point in points:
             self._set(self._model, point)
@@ -297,6 +316,8 @@ class GradientsAtPoints:
 
         None where a model does not give one tensor with a row for each.
         """
+        if self._here is not None:
+            return self._here.outputs(points, examples)
         by_point = []
         for point in points:
             self._set(self._model, point)
@@ -324,6 +345,9 @@ class GradientsAtPoints:
     @contextmanager
     def _at(self, point: Tensor) -> Iterator[None]:
         """Let the model have a point's buffers, and restore those it had afterwards."""
+        if not self._carried:
+            yield
+            return
         before = self._moved()
         self._load(self.user.model, point[self.d :])
         try:
@@ -363,10 +387,9 @@ class StackedGradients(GradientsAtPoints):
             [*columns, *(self._pool.stream(peer, size, seed) for peer in peers)],
         )
         self._whole: StackedSums | None = None
-        self._weighed: dict[tuple[int, ...], tuple[Tensor, int, Tensor]] = {}
         # the columns that a captured step passes over
         self._every: dict[tuple[int, ...], Tensor] = {}
-        self._own_rows: dict[tuple[int, ...], Tensor] = {}
+        self.nobody = self._stacked.like.new_zeros(0, 0)
         self._held: dict[int, InMemory] = {}
 
     def _carried_buffers(self) -> list[str]:
@@ -379,8 +402,7 @@ class StackedGradients(GradientsAtPoints):
         """
         points, weights, step = question.points, question.weights, question.step
         drawn, asked, judged = self._stacked.drawn(step), len(weights), len(question.each)
-        whole = self._weights(weights, tuple(question.own))
-        sums, losses = self._stacked.sums(points, whole, drawn)
+        sums, losses = self._stacked.sums(points, weights, drawn, tuple(question.own))
         answered, left_out, evidence = weights.sum(1), dict[str, str](), None
         if judged:
             theirs = self._each(points[:judged], drawn, left_out, torch.ones_like(weights[:judged]))
@@ -409,27 +431,12 @@ class StackedGradients(GradientsAtPoints):
         weights, own = question.weights, tuple(question.own)
         key, asked = (len(weights), *own), len(weights)
         if key not in self._every:
-            self._every[key] = self._joined(torch.ones_like(weights), own)
-        whole = self._joined(weights, own)
+            self._every[key] = self._stacked.joined(torch.ones_like(weights), own)
+        whole = self._stacked.joined(weights, own)
         sums, losses = self._stacked.sums(question.points, whole, drawn, asked=self._every[key])
         return Answers(
             sums, weights.sum(1), {}, losses=losses[asked:], buffers=sums[asked:, self.d :]
         )
-
-    def _weights(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
-        """Return the weights of all columns at all points, the same tensor while they stay the same."""
-        key = (len(weights), *own)
-        known = self._weighed.get(key)
-        if known is None or known[0] is not weights or known[1] != weights._version:
-            self._weighed[key] = known = weights, weights._version, self._joined(weights, own)
-        return known[2]
-
-    def _joined(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
-        """Return weights (Q, N) with the columns of user 0's parts before, and a row for each own point after."""
-        parts = len(self.parts)
-        if own not in self._own_rows:
-            self._own_rows[own] = torch.eye(parts + weights.shape[1])[list(own)].to(weights)
-        return torch.cat([nn.functional.pad(weights, (parts, 0)), self._own_rows[own]])
 
     def _each(
         self, points: Tensor, drawn: Tensor, left_out: dict[str, str], asked: Tensor
@@ -451,11 +458,8 @@ class StackedGradients(GradientsAtPoints):
             me = self.engine.users[self.user.me.name]
             columns = [self._pool.stream(me, len(me), 0, part) for part in self.parts]
             self._whole = StackedSums(self.copies, self._pool, columns)
-        points = question.points[: len(question.each)]
-        weights = torch.eye(len(self.parts), device=points.device, dtype=points.dtype)[
-            list(question.each)
-        ]
-        return self._whole.sums(points, weights, self._whole.drawn(0))[0]
+        judged, drawn = tuple(question.each), self._whole.drawn(0)
+        return self._whole.sums(question.points[: len(judged)], self.nobody, drawn, judged)[0]
 
     def losses(self, points: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each example at each point; see `GradientsAtPoints.losses`."""

@@ -19,15 +19,13 @@ from coterie.users.user import User
 
 __all__ = [
     "AnswersAtOwnPoints",
-    "AnswersESteps",
-    "AsksAtPoints",
+    "Asks",
     "Capabilities",
     "Captures",
     "LimitsExchanges",
     "Local",
     "Stackable",
     "TellsPromises",
-    "WorksLocally",
     "require",
 ]
 
@@ -67,32 +65,18 @@ class AnswersAtOwnPoints(Engine, Protocol):
 
 
 @runtime_checkable
-class AsksAtPoints(Engine, Protocol):
-    """An engine that asks peers at several points in one exchange (`many_points`)."""
+class Asks(Engine, Protocol):
+    """An engine that asks its peers a `Question`.
+
+    It says which: gradients at several points (`many_points`), steps of their own (`local_work`),
+    E-steps (`no_e_steps` is empty).
+    """
 
     def ask(self, question: Question) -> Callable[[], Answers]:
-        """Ask, and return at once what waits for the answers; `PeerLost` as for `gradients`."""
+        """Ask, and return at once what waits for the answers; `PeerLost` as for `gradients`.
 
-
-@runtime_checkable
-class WorksLocally(Engine, Protocol):
-    """An engine whose peers take steps of their own (`local_work`)."""
-
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Ask each peer, at one point at most, for the steps in `question.work`.
-
-        Return what waits for them.
-        """
-
-
-@runtime_checkable
-class AnswersESteps(Engine, Protocol):
-    """An engine whose peers answer E-steps (`no_e_steps` is empty)."""
-
-    def e_step(self, question: Question) -> Callable[[], Answers]:
-        """Ask each peer with a weight for `question.e_step`, and return what waits for the answers.
-
-        They are rows where the engine has rows, else their weighted sum.
+        Steps of its own each peer takes from one point at most. Answers to an E-step are rows where
+        the engine has rows, else their weighted sum.
         """
 
 
@@ -160,7 +144,7 @@ class Stackable(Local, Protocol):
 Capability = Literal["rows", "own_points", "local", "capture", "local_work"]
 
 _METHODS: dict[str, Any] = {"own_points": AnswersAtOwnPoints, "local": Local, "capture": Captures}
-_METHODS |= {"local_work": WorksLocally}
+_METHODS |= {"local_work": Asks}
 _REFUSALS = {
     "rows": (
         "every peer's gradient{purpose}, but this engine gives their weighted sum alone; use "
@@ -203,7 +187,7 @@ def require(
 @overload
 def require(
     engine: Engine, capability: Literal["local_work"], for_whom: str, purpose: str = ...
-) -> WorksLocally: ...
+) -> Asks: ...
 def require(engine: Engine, capability: Capability, for_whom: str, purpose: str = "") -> Engine:
     """Return the engine, with the methods of a capability.
 

@@ -46,12 +46,12 @@ class Capabilities:
         batch_size: how many examples a user draws for a gradient at most; None where not known.
         batch_dependent: another batch size may mean another objective, as with BatchNorm.
         many_points: peers can be asked at several points in one exchange; the engine is then
-            `AsksAtPoints`.
+            `Asks`.
         sketch: how many numbers a peer shows of its gradient where weights are chosen; None where
             it shows all.
-        local_work: peers take steps of their own from a point; the engine is then `WorksLocally`.
+        local_work: peers take steps of their own from a point; the engine is then `Asks`.
         no_e_steps: why peers answer no E-steps; empty where they do, and the engine is then
-            `AnswersESteps`.
+            `Asks`.
 
     Example:
         >>> Capabilities(rows=False).own_points

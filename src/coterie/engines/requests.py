@@ -145,14 +145,14 @@ def promise_told(reported: Any) -> dict[str, float] | None:
     )
 
 
-def whole_number(reported: Any) -> int | None:
-    """Return the number of examples that a peer says it has, where it can be one.
+def whole_number(reported: Any, least: int = 1) -> int | None:
+    """Return a number that a peer tells, such as of its examples, where it can be one.
 
     Example:
-        >>> whole_number(40), whole_number(0), whole_number("a stream")
-        (40, None, None)
+        >>> whole_number(40), whole_number(0), whole_number("a stream"), whole_number(10**5000)
+        (40, None, None, None)
     """
-    return reported if type(reported) is int and 0 < reported < 2**53 else None
+    return reported if type(reported) is int and least <= reported < 2**53 else None
 
 
 def noise_told(reported: Any) -> float:

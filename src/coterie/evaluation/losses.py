@@ -99,11 +99,9 @@ def per_example(
         >>> loss(torch.tensor([1.0, 3.0]), torch.zeros(2))
         tensor(2.)
     """
-    return (
-        functools.partial(PerExample, weights=weights)
-        if each is None
-        else PerExample(each, weights)
-    )
+    if each is None:
+        return functools.partial(PerExample, weights=weights)
+    return PerExample(each, weights)
 
 
 def model_loss(output: Any, targets: Tree = None) -> Tensor:  # a loss takes both
@@ -226,11 +224,9 @@ def _counted(weight: Tensor | None, ignored: int, targets: Tensor) -> Tensor:
     if targets.is_floating_point():  # probabilities of classes: torch divides by their number
         return torch.ones_like(targets[:, 0], dtype=torch.long)
     kept = targets != ignored
-    return (
-        kept.long()
-        if weight is None
-        else torch.where(kept, weight.to(targets.device)[targets * kept], 0.0)
-    )
+    if weight is None:
+        return kept.long()
+    return torch.where(kept, weight.to(targets.device)[targets * kept], 0.0)
 
 
 def _or_one(counts: Tensor) -> Tensor:

@@ -80,9 +80,8 @@ def accuracy(outputs: Any, targets: Tensor, weights: Tensor | None = None) -> fl
 
 def _accuracy(outputs: Any, targets: Tensor, ignored: int, weights: Tensor | None = None) -> float:
     outputs = outputs if isinstance(outputs, Tensor) else outputs.logits
-    if (
-        targets.is_floating_point() and targets.shape == outputs.shape
-    ):  # probabilities of the classes
+    # probabilities of the classes
+    if targets.is_floating_point() and targets.shape == outputs.shape:
         targets = targets.argmax(1)
     largest = outputs.argmax(1 if outputs.shape[:1] + outputs.shape[2:] == targets.shape else -1)
     right = (largest == targets).double()
@@ -246,17 +245,19 @@ def calibration(probabilities: Any, positive: Any, bins: int = 5, weights: Any =
         >>> calibration([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2)[1]
         Bin(rows=2, told=0.75, came_true=1.0, error=0.306...)
     """
-    told, truth = np.asarray(probabilities, dtype=float), np.asarray(positive, dtype=float)
-    w = _weights(weights, len(told))
-    edges = np.unique(np.quantile(told, np.linspace(0, 1, bins + 1)[1:-1]))
-    place = np.searchsorted(edges, told, side="left")
+    predicted, truth = np.asarray(probabilities, dtype=float), np.asarray(positive, dtype=float)
+    w = _weights(weights, len(predicted))
+    edges = np.unique(np.quantile(predicted, np.linspace(0, 1, bins + 1)[1:-1]))
+    place = np.searchsorted(edges, predicted, side="left")
     filled = []
     for each in np.unique(place):
         inside = place == each
         total = w[inside].sum()
         if total:
-            variance = (w[inside] ** 2 * told[inside] * (1 - told[inside])).sum() / total**2
-            means = (w[inside] @ told[inside] / total, w[inside] @ truth[inside] / total)
+            variance = (
+                w[inside] ** 2 * predicted[inside] * (1 - predicted[inside])
+            ).sum() / total**2
+            means = (w[inside] @ predicted[inside] / total, w[inside] @ truth[inside] / total)
             filled.append(
                 Bin(int(inside.sum()), float(means[0]), float(means[1]), float(np.sqrt(variance)))
             )

@@ -13,7 +13,7 @@ from coterie.errors import few_of
 from coterie.everyone.gains import Gain, beside_pooled, by_chance, counted, overall
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
-from coterie.reporting.charts import interval_chart
+from coterie.reporting.charts import drawn, interval_chart
 from coterie.reporting.page import Lead, Section, Tile, write_page
 from coterie.reporting.run_page import HEADLINES, interval
 from coterie.reporting.summary import length_of
@@ -29,7 +29,7 @@ def write_everyone_page(
     path: Path,
     all_runs: Runs,
     pages: Mapping[str, str] | None = None,
-    given: "pd.DataFrame | None" = None,
+    contributions: "pd.DataFrame | None" = None,
 ) -> Path:
     """Write the page to one HTML file that needs nothing else, and return its path.
 
@@ -49,7 +49,7 @@ def write_everyone_page(
             ],
             charts=[heat_map(all_runs.weights)],
         ),
-        *([] if given is None else [_contributed(given)]),
+        *([] if contributions is None else [_contributed(contributions)]),
         Section("Everybody", _others(all_runs), charts=[_links(gains, pages or {})]),
         Section("What it cost each user", tables=[_costs(runs)], folded=True),
     ]
@@ -57,9 +57,9 @@ def write_everyone_page(
     return write_page(path, title, sections, lead=_lead(gains, runs))
 
 
-def _contributed(given: "pd.DataFrame") -> Section:
+def _contributed(contributions: "pd.DataFrame") -> Section:
     """Return the section of who gives and who takes."""
-    table = given.assign(**{"has of all": given.sum(axis=1)})
+    table = contributions.assign(**{"has of all": contributions.sum(axis=1)})
     table.loc["gives all"] = table.sum()
     rows = [
         {"user": str(name), **{str(to): f"{value:+.3g}" for to, value in row.items()}}
@@ -139,10 +139,7 @@ def _gains(gains: list[Gain]) -> Section:
     for key in compared[0].measures:
         ordered = [
             interval(
-                gain.name,
-                gain.measures[key],
-                gain.verdict.clear.get(key),
-                gain.verdict.comparison,
+                gain.name, gain.measures[key], gain.verdict.clear.get(key), gain.verdict.comparison
             )
             for gain in compared
             if key in gain.measures
@@ -191,26 +188,11 @@ def heat_map(weights: "pd.DataFrame") -> str:
         >>> heat_map(pd.DataFrame([[0.0, 1.0], [0.0, 0.0]], index=["a", "b"], columns=["a", "b"])).count("<td")
         4
     """
-    head = "".join(
-        f'<th scope="col"><span>{escape(str(name))}</span></th>' for name in weights.columns
-    )
-    rows = []
-    for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True):
-        cells = "".join(
-            _cell(share, other == name) for share, other in zip(row, weights.columns, strict=True)
-        )
-        rows.append(f'<tr><th scope="row"><span>{escape(str(name))}</span></th>{cells}</tr>')
-    return (
-        '<div class="scroll"><table'
-        f' class="heat"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
-    )
-
-
-def _cell(share: float, own: bool) -> str:
-    if own:
-        return '<td class="own"></td>'
-    text = f"{100 * share:.0f}" if share >= 0.005 else ""
-    return f'<td style="--share:{100 * share:.0f}%" title="{share:.1%}">{text}</td>'
+    rows = [
+        (name, list(zip(weights.columns, row, strict=True)))
+        for name, row in zip(weights.index, weights.to_numpy().tolist(), strict=True)
+    ]
+    return drawn("heat", names=list(weights.columns), rows=rows)
 
 
 def _others(all_runs: Runs) -> list[str]:
@@ -218,11 +200,11 @@ def _others(all_runs: Runs) -> list[str]:
 
     Of the pooled model, and of users who have none.
     """
-    told = [
+    notes = [
         f"{name} joined later, and began from {whose}."
         for name, whose in all_runs.began_from.items()
     ]
-    told += [f"{name}: {why}." for name, why in all_runs.not_trained.items()]
+    notes += [f"{name}: {why}." for name, why in all_runs.not_trained.items()]
     if all_runs.pooled is not None:
         end = all_runs.pooled.record.end
         numbers = ", ".join(
@@ -233,24 +215,26 @@ def _others(all_runs: Runs) -> list[str]:
             if numbers
             else ""
         )
-        told.append(
+        notes.append(
             "The pooled model, for users who are not here, was trained on all training examples"
             f" alike.{of_all}"
         )
-    return told
+    return notes
 
 
 def _links(gains: list[Gain], pages: Mapping[str, str]) -> str:
     """Return a table with everybody's verdict, and a link to the page of its run."""
-    rows = []
-    for gain in gains:
-        name = escape(gain.name)
-        if gain.name in pages:
-            name = f'<a href="{quote(pages[gain.name])}">{name}</a>'
-        said = f"<b>{HEADLINES[gain.verdict.finding]}</b>. {escape(gain.verdict.sentence)}"
-        cells = f'<td><span class="name">{name}</span></td><td class="said">{said}</td>'
-        rows.append(f'<tr class="{gain.verdict.finding}">{cells}</tr>')
-    return f'<div class="scroll"><table class="everybody">{"".join(rows)}</table></div>'
+    rows = [
+        {
+            "name": gain.name,
+            "page": quote(pages.get(gain.name, "")),
+            "finding": gain.verdict.finding,
+            "headline": HEADLINES[gain.verdict.finding],
+            "sentence": gain.verdict.sentence,
+        }
+        for gain in gains
+    ]
+    return drawn("everybody", rows=rows)
 
 
 def _costs(runs: Mapping[str, Run]) -> list[dict[str, str]]:

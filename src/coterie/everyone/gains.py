@@ -33,16 +33,14 @@ class Gain:
     # the loss on test examples beside that of the pooled model ("alone" in it), where there is one
     beside_pooled: Difference | None = None
 
-    def told(self) -> dict[str, str]:
+    def differences(self) -> dict[str, str]:
         """Return the differences with their standard errors.
 
         Nothing where the model trained alone is served.
         """
-        return (
-            {}
-            if self.verdict.finding == "alone"
-            else {k: difference(one) for k, one in self.measures.items()}
-        )
+        if self.verdict.finding == "alone":
+            return {}
+        return {k: difference(one) for k, one in self.measures.items()}
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,8 @@ class EveryoneSpec(RunSettings):
     def runs(self) -> list[RunSpec]:
         """Return each user's run, in which nobody is a peer yet."""
         check_names([user.name for user in self.users])
-        rules, settings = (
-            _rules(self.rule, self.users),
-            {each.name: getattr(self, each.name) for each in fields(RunSettings)},
-        )
+        rules = _rules(self.rule, self.users)
+        settings = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
         return [
             RunSpec(self.model, self.loss, me, (), rules[me.name], **settings) for me in self.users
         ]
@@ -135,9 +133,9 @@ def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]
     for name, why in left_out.items():
         warnings.warn(f"the user {name!r} is left out: {why}", stacklevel=3)
     if len(able) < 2:
-        told = "".join(f"; {name!r} is left out: {why}" for name, why in left_out.items())
+        others = "".join(f"; {name!r} is left out: {why}" for name, why in left_out.items())
         raise DataError(
-            f"`users` must be two or more who can learn from each other, got {len(able)}{told}"
+            f"`users` must be two or more who can learn from each other, got {len(able)}{others}"
         )
     return able, {name: f"left out: {why}" for name, why in left_out.items()}
 
@@ -259,5 +257,5 @@ def _why_by_itself(run: OngoingRun) -> str | None:
             not adaptive and max(learner.exchange_every, learner.local_steps) > 1
         ),
     }
-    told = next((reason for reason, holds in reasons.items() if holds), None)
-    return learner.engine.capabilities.not_stacked or told
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    return learner.engine.capabilities.not_stacked or why

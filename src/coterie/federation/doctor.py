@@ -1,6 +1,7 @@
 """What would go wrong at a site or at user 0, a line each with its remedy; and how things stand."""
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -15,7 +16,7 @@ from pathlib import Path
 from coterie.errors import CoterieError
 from coterie.federation.kits import accepted
 from coterie.federation.lead import RECORD, RUN, SUMMARY
-from coterie.federation.manifest import CERTIFICATES, WHEEL, Kit, kit_files
+from coterie.federation.manifest import CERTIFICATES, WHEEL, Kit, filled, kit_files
 from coterie.federation.membership import DAYS_TO_RENEW, days_left
 from coterie.federation.participants import LOG as REQUESTS
 from coterie.federation.participants import lead_participant, responder_of
@@ -77,7 +78,11 @@ def _versions() -> Finding:
         try:
             said += f", {name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
-            return Finding("versions", f"{said}, no {name}", "run the kit's `sh install.sh` again")
+            return Finding(
+                "versions",
+                f"{said}, no {name}",
+                "run the kit's `sh install.sh` again, without `venv`",
+            )
     return Finding("versions", said)
 
 
@@ -92,7 +97,8 @@ def _kit(folder: Path) -> str:
     (wheel,) = (name for name in kit_files(folder) if WHEEL.fullmatch(name))
     if wheel.split("-")[1] != metadata.version("coterie"):
         raise CoterieError(
-            f"it brings {wheel}, and {metadata.version('coterie')} is installed here; `sh install.sh`"
+            f"it brings {wheel}, and {metadata.version('coterie')} is installed here; remove `venv`,"
+            " and `sh install.sh`"
         )
     return f"the one that was accepted, of the consortium {kit.consortium}"
 
@@ -207,33 +213,15 @@ def _of_site(folder: Path) -> Iterator[str]:
         yield f"spent: ε = {getattr(peer, 'epsilon', 0.0):.3g} of {privacy.epsilon:g}"
 
 
-UNIT = """[Unit]
-Description=coterie: the site {site} of the consortium {consortium}
-After=network-online.target
-Wants=network-online.target
-
-[Service]
-ExecStart={python} -m coterie federate site {folder}
-WorkingDirectory={folder}
-Restart=always
-RestartSec=5
-UMask=0077
-NoNewPrivileges=true
-
-[Install]
-WantedBy=default.target
-"""
-
-
 def service_of(folder: Path) -> Path:
     """Write a systemd unit that keeps a site running, and return its path."""
     place = folder.absolute()
-    if any(character.isspace() or character == "%" for character in f"{place}{sys.executable}"):
-        raise CoterieError(f"{place} must have neither spaces nor % in its path for a systemd unit")
+    if not re.fullmatch(r"[\w./+-]+", f"{place}{sys.executable}"):
+        raise CoterieError(
+            f"{place} must have letters, digits and ./+-_ in its path for a systemd unit"
+        )
     kit = Kit.load(folder)
     path = place / f"coterie-{kit.site}.service"
-    text = UNIT.format(
-        site=kit.site, consortium=kit.consortium, python=sys.executable, folder=place
-    )
+    text = filled("site.service", kit=kit, python=sys.executable, folder=place)
     path.write_text(text, encoding="utf-8")
     return path

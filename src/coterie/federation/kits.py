@@ -14,7 +14,7 @@ from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.federation import manifest
 from coterie.federation.lead import planned_gradients
-from coterie.federation.manifest import Kit, kit_files, quoted, seal, verify
+from coterie.federation.manifest import Kit, filled, kit_files, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
 from coterie.federation.settings import (
@@ -32,132 +32,9 @@ from coterie.tables import models
 KIT_AS_MADE = "kit"
 """Where user 0 keeps what its kits have in common."""
 
-README_OF_A_MEMBER = """# {site} in the consortium {consortium}
-
-Every site trains a model for itself, with the others' help: {members_in_words}. At every step your machine
-sends your model's parameters to the others, and each gives back the gradient of the loss on a batch of **its**
-training rows. Yours does the same for them. Rows stay where they are; your model, its weights, your validation and
-test rows and what comes out stay here, in `run`. The server at {server} passes messages on: they are encrypted from
-site to site. But for
-`install.sh`, which you can read, nothing in this folder is run.
-
-1. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
-   it needs from your package index, each file checked by its hash. coterie is in no package index.
-2. `venv/bin/coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone
-   for example. It then writes `{file}`, which is yours: nobody else has a say in it.
-3. Edit `{file}`: where your table is, how its columns are called, how you train, what you give at most (below).
-4. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
-   given. Nothing is sent.
-5. `venv/bin/coterie federate site .` connects to {server}:{port}, trains when {lead} says so, and answers until
-   you stop it (Ctrl-C). Your machine dials out; nothing needs to be opened in your firewall for incoming connections.
-6. `venv/bin/coterie predict run FILE` applies your model to rows whose columns are called as in `preparation.json`;
-   `run/index.html` says whether the others have helped.
-
-The {n_others} others plan to ask you for at most {gradients} gradients in all, of {batch_size} rows each. What you
-give, and how to give less, is in `[caps]` of `{file}`:
-
-| setting | at first | meaning |
-|---|---|---|
-| `gradients` | {caps.gradients} | how many gradients you give in all, to all others and over every run |
-| `norm` | {caps.norm:g} | a gradient is clipped to this norm |
-| `examples` | {caps.examples} | no gradient of fewer rows than this is given |
-
-Your machine draws the batches, by a secret of its own (`requests.jsonl.secret`): who asks cannot choose rows. A
-gradient can still give away what is in the rows, and many gradients give away more. Every request is logged in
-`requests.jsonl`: when, from whom, which step, how many rows, the norm. A site that you take out of `sites` is
-neither asked nor answered.
-
-Who has every x of your run, and that is every other site, can work out much of your own gradients too. So
-nothing can be promised about a row here, as a site can where one leads.
-
-`preparation.json` holds the medians, means, spreads and categories of {lead}'s rows, with which everybody's rows
-are made into numbers. `client.key` is your key: whoever has it is you. Keep it.
-"""
-
-
-README = """# {site} in the consortium {consortium}
-
-You take part in training a model for {lead}. At every step {lead} sends the model's parameters; your machine
-computes the gradient of the loss on a batch of **your** rows, and sends that back. Your rows stay here. But for
-`install.sh`, which you can read, nothing in this folder is run.
-
-1. `sh install.sh` makes a Python environment in `venv`: coterie itself from the wheel in this folder, and what
-   it needs from your package index, each file checked by its hash. coterie is in no package index.
-2. `venv/bin/coterie federate accept .` shows the fingerprint of this folder. Compare it with {lead}, by telephone
-   for example. It then writes `{file}`, which is yours: nobody else has a say in it.
-3. Edit `{file}`: where your table is, how its columns are called, what you give at most (below).
-4. `venv/bin/coterie federate doctor .` looks for what would go wrong, and `federate check .` says what would be
-   given. Nothing is sent.
-5. `venv/bin/coterie federate site .` connects to {server}:{port} and answers until you stop it (Ctrl-C). Your
-   machine dials out; nothing needs to be opened in your firewall for incoming connections.
-
-{lead} plans a run of at most {asked}. What you give, and how to give less,
-is in `[caps]` of `{file}`:
-
-| setting | at first | meaning |
-|---|---|---|
-| `gradients` | {caps.gradients} | how many gradients you give in all, over every run |
-| `norm` | {caps.norm:g} | a gradient is clipped to this norm |
-| `examples` | {caps.examples} | no gradient of fewer rows than this is given |
-
-Your machine draws the batches, by a secret of its own (`requests.jsonl.secret`): {lead} cannot choose rows. A
-gradient can still give away what is in the rows, and many gradients give away more. Every request is logged in
-`requests.jsonl`: when, which step, how many rows, the norm.
-
-With a section `[privacy]` you can state what all you give tells about any one row: an ε and a δ, which your machine
-keeps to by noise and by a count of what was spent, in `requests.jsonl` too. `{file}` shows how.
-
-`preparation.json` holds the medians, means, spreads and categories of {lead}'s rows, with which your rows are made
-into numbers. `client.key` is your key: whoever has it is you. Keep it.
-"""
-
-SITE = """# Yours: written by the `coterie` that is installed here, changed by nobody but you.
-name = {name}
-kit = {kit}   # the fingerprint that you have compared
-threads = 1
-{sites}
-[data]
-table = {table}      # a CSV or Parquet file: a path, or a file in this folder
-target = {target}
-{own_examples}
-[data.columns]          # ours = "yours", where your table calls a column otherwise
-{columns}
-
-[model]                 # built from the code installed here
-{model}
-
-[caps]                  # what you give at most
-gradients = {gradients}   # in all, over every run; inf: no limit
-norm = {norm}             # a gradient is clipped to this norm; inf: not clipped
-examples = {examples}     # no gradient of fewer rows than this
-
-{rest}"""
-
-PRIVACY = """\
-# [privacy]             # what you promise about every row; take `norm` above away. It needs the extra `privacy`
-# epsilon = 4.0         # over all runs; a request beyond it is refused
-# delta = 1e-5          # less than one over the number of your rows
-# clip = 1.0            # each row's gradient is clipped to this norm
-# noise = 1.0           # in multiples of `clip`; left out: the least with which epsilon lasts for `gradients` above
-# batch_size = {batch_size:<10} # the only size that is answered for: user 0 cannot choose by what it has seen
-# margin = 1            # with [sums] and its keys: sites split the noise, of whom so many others may tell theirs
-"""
-
-SUMS = """# [sums]                # give gradients under masks only: user 0 sees their sum with other sites'
-# peers = 3             # of at least so many sites
-# share = 0.5           # of which none has more of the weight
-# keys = { }            # other = "its fingerprint", by `coterie federate check` there, told by telephone
-"""
-
-KEYS = """# [keys]                # other = "its fingerprint", by `coterie federate check` there, told by telephone
-"""
-
 
 def set_up(
-    folder: Path,
-    consortium: Consortium,
-    settings: LeadSettings,
-    **columns: Any,
+    folder: Path, consortium: Consortium, settings: LeadSettings, **columns: Any
 ) -> dict[str, str]:
     """Write user 0's folder, with a kit for each site and coterie's wheel, and return the kits' fingerprints.
 
@@ -219,20 +96,9 @@ def write_kit(place: Path, kit: Kit, preparation: Preparation) -> str:
     write_installation(place)
     kit.save(place)
     preparation.save(place)
-    (place / "README.md").write_text(_page(kit), encoding="utf-8")
+    page = filled("kit.md", kit=kit, file=FILE, caps=first_caps(kit))
+    (place / "README.md").write_text(page, encoding="utf-8")
     return seal(place)
-
-
-def _page(kit: Kit) -> str:
-    page = README_OF_A_MEMBER if kit.everyone else README
-    return page.format(
-        file=FILE,
-        caps=first_caps(kit),
-        n_others=len(kit.others),
-        members_in_words=", ".join(kit.members),
-        asked=kit.asked,
-        **vars(kit),
-    )
 
 
 def _kit(
@@ -291,44 +157,11 @@ def accept(
         (folder / name).chmod(0o600)
     path = folder / FILE
     path.touch(mode=0o600)
-    path.write_text(
-        _site_file(kit, manifest.fingerprint(folder), caps or first_caps(kit), mine),
-        encoding="utf-8",
-    )
+    own: dict[str, Any] = {"mine": mine, "own_examples": mine and mine.own_examples}
+    own |= {"caps": caps or first_caps(kit), "fingerprint": manifest.fingerprint(folder)}
+    size = kit.batch_size or Training.batch_size
+    path.write_text(filled("site.toml", kit=kit, batch_size=size, **own), encoding="utf-8")
     return kit
-
-
-def _site_file(kit: Kit, fingerprint: str, caps: Caps, mine: Data | None) -> str:
-    """Return a site's settings as it begins with."""
-    model = f"name = {quoted(kit.model)}"
-    if ":" in kit.model and mine is None:
-        model = (
-            f"# {model}   # user 0 proposes this code: take the # away if it is installed here, and"
-            " yours to run"
-        )
-    columns = "\n".join(f"# {quoted(column)} = {quoted(column)}" for column in kit.columns)
-    limits = {name: "inf" if limit is None else limit for name, limit in vars(caps).items()}
-    names = {"name": quoted(kit.site), "kit": quoted(fingerprint), "target": quoted(kit.target)}
-    names |= {"table": quoted(mine.table if mine else "data.csv"), "sites": "", "own_examples": ""}
-    names |= {"rest": f"{PRIVACY.format(batch_size=kit.batch_size or Training.batch_size)}\n{SUMS}"}
-    if kit.everyone:
-        wanted = (
-            f"own_examples = {mine.own_examples}"
-            if mine and mine.own_examples
-            else "# own_examples = 100"
-        )
-        training = "\n".join(f"{name} = {quoted(value)}" for name, value in kit.training.items())
-        names |= {
-            "sites": (
-                f"sites = {quoted(list(kit.others))}   # whom you ask and answer; nobody else gets"
-                " anything\n"
-            ),
-            "own_examples": f"{wanted}   # train on at most so many rows\n",
-            "rest": (
-                f"[training]              # how you train a model of your own\n{training}\n\n{KEYS}"
-            ),
-        }
-    return SITE.format(columns=columns, model=model, **names, **limits)
 
 
 def accepted(folder: Path, fingerprint: str) -> Kit:

@@ -15,18 +15,13 @@ from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import Sites
+from coterie.engines.requests import whole_number
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.live import LivePage
 from coterie.federation.participants import Participant, lead_participant
-from coterie.federation.settings import (
-    FILE,
-    MIXTURE,
-    LeadSettings,
-    MessageSettings,
-    lead_settings,
-)
+from coterie.federation.settings import FILE, MIXTURE, LeadSettings, MessageSettings, lead_settings
 from coterie.methods import build
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import gradients_asked
 from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed
@@ -157,9 +152,9 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
     whose = "this run" if askers == 1 else f"{askers} sites"
     for name in settings.sites:
         terms = reply if isinstance(reply := replies.get(name), dict) else {}
-        left, least, only, sums_of, no_e_steps = (
-            terms.get(key) for key in ("left", "examples", "batch_size", "sums_of", "no_e_steps")
-        )
+        numbers = (terms.get(key) for key in ("left", "examples", "batch_size", "sums_of"))
+        left, least, only, sums_of = (whole_number(number, 0) for number in numbers)
+        no_e_steps = terms.get("no_e_steps")
         if settings.training.rule == MIXTURE:  # an E-step is of all examples
             least, only = (1 if terms.get("size") else least), None
             if terms and no_e_steps != "":
@@ -172,21 +167,21 @@ def problems_with(settings: LeadSettings, sites: Sites, askers: int = 1) -> list
         if isinstance(promised, str):
             said = "%s promises %s; a run with it does not have the same bits again"
             logging.getLogger(__name__).warning(said, name, printable(promised))
-        if isinstance(only, int) and only != size:
+        if only is not None and only != size:
             problems.append(
                 f"{name} gives gradients of batches of {only} only, and `batch_size` is {size}"
             )
-        elif isinstance(left, int) and left < wanted:
+        elif left is not None and left < wanted:
             problems.append(f"{name} gives {left} more gradients, and {whose} may ask for {wanted}")
-        if isinstance(least, int) and least > size:
+        if least is not None and least > size:
             problems.append(
                 f"{name} gives no gradient of fewer than {least} rows, and `batch_size` is {size}"
             )
         elif terms.get("size") == 0:
             problems.append(f"{name} gives no gradient of fewer than {least} rows, and has fewer")
-        if isinstance(sums_of, int) and not settings.training.secure_sums:
+        if sums_of is not None and not settings.training.secure_sums:
             problems.append(f"{name} gives masked sums only, and `secure_sums` is not set")
-        elif isinstance(sums_of, int) and sums_of > (n := _n_summed_with(name, settings, replies)):
+        elif sums_of is not None and sums_of > (n := _n_summed_with(name, settings, replies)):
             said = f"{name} gives sums of {sums_of} sites or more"
             problems.append(f"{said} that give nothing but masked sums, and is in one of {n}")
     return problems

@@ -1,5 +1,6 @@
 """A page on how a run with sites goes, for user 0 to open while it does: a file that is written anew, no server."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -8,13 +9,15 @@ from typing import Any
 
 from coterie.engines.engine import Engine
 from coterie.engines.remote.sites import Replies, Sites
-from coterie.engines.requests import promise_told
-from coterie.errors import printable
+from coterie.engines.requests import promise_told, whole_number
+from coterie.errors import FileError, printable
 from coterie.recording.progress import TimeLeft, numbers_of
 from coterie.reporting.charts import line_chart
 from coterie.reporting.page import Lead, Section, write_page
 from coterie.training.hooks import Hook, Start
 from coterie.training.run import Run, Step
+
+logger = logging.getLogger(__name__)
 
 LIVE = "live.html"
 """The page, in the folder of the run."""
@@ -56,9 +59,9 @@ class LivePage(Hook):
     def on_step(self, step: Step) -> None:
         """Write the page where it is due."""
         if step.point is not None:
-            told = {"own loss": step.point.own_loss}
-            told["validation loss"] = step.point.validation.get("loss")
-            for name, value in told.items():
+            losses = {"own loss": step.point.own_loss}
+            losses["validation loss"] = step.point.validation.get("loss")
+            for name, value in losses.items():
                 if value is not None:
                     places, values = self._losses.setdefault(name, ([], []))
                     places.append(step.step)
@@ -70,9 +73,9 @@ class LivePage(Hook):
 
     def on_end(self, run: Run) -> None:
         """Let the page lead to that of the result."""
-        how = "has ended" if run.stopped is None else f"was stopped by {run.stopped}"
-        said = Lead(f"The run {how}, after {run.step} steps.", advice="See `index.html`.")
-        write_page(self.out / LIVE, self._title, [], lead=said)
+        ending = "has ended" if run.stopped is None else f"was stopped by {run.stopped}"
+        said = Lead(f"The run {ending}, after {run.step} steps.", advice="See `index.html`.")
+        self._write_page([], lead=said)
 
     @property
     def _title(self) -> str:
@@ -102,22 +105,30 @@ class LivePage(Hook):
             for name in self.names
         ]
         losses = line_chart(self._losses, "steps", "loss")
-        news = self.news.read_text(encoding="utf-8").splitlines() if self.news.exists() else []
+        # a line may be in the making
+        told = self.news.read_text(encoding="utf-8", errors="replace") if self.news.exists() else ""
         said = numbers_of(step.own_loss, step.weight, step.best_loss)
         lead = Lead(f"step {step.step} of {self._steps}: {said}{self._left(step.step)}")
         sections = [
             Section("Sites", tables=[rows]),
             *([Section("Losses", charts=[losses])] if losses else []),
-            Section("News", text=[printable(line) for line in news[-LINES_OF_NEWS:]]),
+            Section("News", text=[printable(line) for line in told.splitlines()[-LINES_OF_NEWS:]]),
         ]
-        write_page(self.out / LIVE, self._title, sections, lead=lead, script=RELOAD)
+        self._write_page(sections, lead=lead, script=RELOAD)
+
+    def _write_page(self, sections: Sequence[Section], **how: Any) -> None:
+        """Write the page; a run does not end because there is no room for it."""
+        try:
+            write_page(self.out / LIVE, self._title, sections, **how)
+        except FileError as error:
+            logger.info("no live page: %s", error)
 
 
 def _left_at(terms: Any) -> str:
     """Return what a site says that it still gives, in words."""
-    told = terms if isinstance(terms, dict) else {}
-    left, promise = told.get("left"), promise_told(told.get("promise"))
-    words = [f"{left} gradients"] if isinstance(left, int) else []
+    reported = terms if isinstance(terms, dict) else {}
+    left, promise = whole_number(reported.get("left"), 0), promise_told(reported.get("promise"))
+    words = [] if left is None else [f"{left} gradients"]
     if promise is not None:
         words.append(f"ε {promise['spent']:.3g} of {promise['epsilon']:.3g} spent")
-    return ", ".join(words) or ("no limit" if told else "not known yet")
+    return ", ".join(words) or ("no limit" if reported else "not known yet")

@@ -212,3 +212,18 @@ def quoted(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{quoted(str(k))} = {quoted(v)}" for k, v in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
+
+
+def filled(template: str, **values: Any) -> str:
+    """Return a file of `templates` with these values; the filter `quoted` writes one as TOML, or JSON."""
+    import jinja2
+
+    made = jinja2.Environment(  # noqa: S701  # no HTML
+        loader=jinja2.PackageLoader("coterie.federation"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters["quoted"] = quoted
+    return made.get_template(template).render(values)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +38,10 @@ def days_left(certificate: Path) -> float:
 
 
 def add_site(folder: Path, site: str) -> str:
-    """Make a kit for one more site, which the next run asks, and return its fingerprint."""
+    """Make a kit for one more site, which the next run asks, and return its fingerprint.
+
+    A name that was revoked is let in again, also by its old certificate until that ends.
+    """
     kit, sites = _consortium(folder), lead_settings(folder).sites
     check_name(site)
     if site in sites:
@@ -47,6 +51,7 @@ def add_site(folder: Path, site: str) -> str:
     if client_line(site) not in text:
         text = text.replace(lead, f"{client_line(site)}\n{lead}")
         files.write(project, text.encode())
+    _forget(folder, kit, [site])  # where it was there before, and may have lost its key
     fingerprint = _kit(folder, replace(kit, site=site))
     _write_sites(folder, [*sites, site])
     _write_disabled(folder, without=site)
@@ -63,11 +68,7 @@ def renew(folder: Path, site: str | None = None) -> str | None:
         raise KnobError(
             f"{site!r} is not in {folder / FILE}; `coterie federate add-site` makes a kit"
         )
-    state = folder / "authority" / kit.consortium / "state" / "cert.json"
-    known = json.loads(files.read(state, "nothing can be renewed without it"))
-    gone = [site] if site else [LEAD, kit.server]
-    write_configuration(state, {who: known[who] for who in known if who not in gone})
-    state.chmod(0o600)
+    _forget(folder, kit, [site] if site else [LEAD, kit.server])
     if site:
         shutil.rmtree(folder / "sites" / site, ignore_errors=True)
         return _kit(folder, kit if kit.site == site else replace(kit, site=site))
@@ -119,6 +120,14 @@ def _consortium(folder: Path) -> Kit:
             " `coterie federate init --everyone`"
         )
     return Kit.load(folder / KIT_AS_MADE)
+
+
+def _forget(folder: Path, kit: Kit, names: Collection[str]) -> None:
+    """Let the authority forget certificates that it has signed, so that new keys are made."""
+    state = folder / "authority" / kit.consortium / "state" / "cert.json"
+    known = json.loads(files.read(state, "nothing can be renewed without it"))
+    write_configuration(state, {who: known[who] for who in known if who not in names})
+    state.chmod(0o600)
 
 
 def _kit(folder: Path, kit: Kit) -> str:

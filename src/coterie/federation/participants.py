@@ -111,7 +111,7 @@ def lead_task(
 
 def _rows(folder: Path, data: Data) -> Any:
     rows = read_table(folder / data.table, **data.form)
-    if absent := [theirs for theirs in data.columns.values() if theirs not in rows.columns]:
+    if absent := [column for column in data.columns.values() if column not in rows.columns]:
         raise DataError(
             f"{data.table} has no column {absent[0]!r}, which stands under [data.columns] of"
             f" {FILE}; it has {few_of(rows.columns)}{did_you_mean(absent[0], rows.columns)}"
@@ -135,10 +135,8 @@ def _known(rows: Any, data: Data, preparation: Preparation) -> Any:
     One of another kind changes no other.
     """
     if preparation.classes:
-        values, by_text = (
-            rows[data.target],
-            {as_category(each): each for each in preparation.classes},
-        )
+        values = rows[data.target]
+        by_text = {as_category(each): each for each in preparation.classes}
         named = values.map(lambda value: by_text.get(as_category(value), value))
         rows = rows.assign(**{data.target: values.where(values.isin(preparation.classes), named)})
         rows = rows[rows[data.target].isin(preparation.classes)]

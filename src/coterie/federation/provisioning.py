@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coterie.errors import CoterieError, KnobError
 from coterie.federation.job import CONTROLLER, server_class
-from coterie.federation.manifest import CERTIFICATES, check_host, check_name
+from coterie.federation.manifest import CERTIFICATES, check_host, check_name, filled
 from coterie.federation.workspace import (
     launcher,
     require_nvflare,
@@ -20,22 +20,6 @@ from coterie.federation.workspace import (
 LEAD = "lead@coterie.org"
 PRIVATE = (".key", ".json", ".pem", ".pfx")
 """How the names of files end that only their owner may read."""
-
-PROJECT = """api_version: 3
-name: {name}
-description: a consortium of coterie
-participants:
-  - {{name: {server}, type: server, org: user0, fed_learn_port: {port}, admin_port: {admin_port},
-     host_names: [localhost]}}
-{clients}
-  - {{name: {lead}, type: admin, org: user0, role: lead}}
-builders:
-  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
-  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
-    args: {{config_folder: config, scheme: grpc}}  # TLS with certificates on both sides
-  - path: nvflare.lighter.impl.cert.CertBuilder
-    args: {{root_valid_days: 3650}}  # so that what it signs can be renewed
-"""
 
 ADMIN_HOST = "127.0.0.1"
 """Where the server listens for user 0's own commands, which come from the same machine."""
@@ -50,9 +34,8 @@ class Consortium:
     sites: tuple[str, ...]
     port: int = 8002  # where the server listens for sites
     admin_port: int = 8003  # where it listens for user 0's own commands
-    everyone: bool = field(
-        default=False, kw_only=True
-    )  # every site trains a model of its own, and the server passes messages on
+    # every site trains a model of its own, and the server passes messages on
+    everyone: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.sites or len(set(self.sites)) < len(self.sites):
@@ -71,13 +54,8 @@ class Consortium:
 
     def project(self) -> str:
         """Return the provisioning project of NVFLARE, as YAML."""
-        clients = map(client_line, self.sites)
-        quoted = {
-            "name": json.dumps(self.name),
-            "server": json.dumps(self.server),
-            "lead": json.dumps(LEAD),
-        }
-        return PROJECT.format(clients="\n".join(clients), **vars(self) | quoted)
+        clients = [client_line(site) for site in self.sites]
+        return filled("project.yml", about=self, lead=LEAD, clients=clients)
 
 
 def client_line(site: str) -> str:
@@ -147,10 +125,8 @@ def _nvflare_provision(project: Path, workspace: Path) -> None:
 
 def _listen_here(folder: Path) -> None:
     """Let the server take user 0's commands from its own machine only."""
-    started, asks = (
-        folder / "server/startup/fed_server.json",
-        folder / "lead/startup/fed_admin.json",
-    )
+    started = folder / "server/startup/fed_server.json"
+    asks = folder / "lead/startup/fed_admin.json"
     for path, part, here in (
         (started, "servers", {"admin_host": ADMIN_HOST}),
         (asks, "admin", {"host": "localhost"}),

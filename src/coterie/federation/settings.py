@@ -19,11 +19,10 @@ from coterie.arguments import (
     instance,
     listed,
     mapped,
-    one_of,
     optional,
 )
 from coterie.data.reading import FileForm
-from coterie.engines.compression import Compress
+from coterie.engines.compression import COMPRESS, Compress
 from coterie.engines.peer import Caps
 from coterie.errors import KnobError
 from coterie.privacy import Privacy
@@ -117,7 +116,7 @@ class MessageSettings:
         Compress | None,
         Setting(
             "Send in half precision; what rounding loses is added to the next message.",
-            optional(one_of("bf16", "fp16")),
+            COMPRESS,
         ),
     ] = None
     secure_sums: Annotated[

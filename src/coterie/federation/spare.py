@@ -93,9 +93,9 @@ def wait_for_job(modules: Sequence[str]) -> None:
     """Load modules, wait for a job on standard input, and be its process; end where none will come."""
     for name in modules:
         importlib.import_module(name)
-    if not (told := sys.stdin.read()):
+    if not (sent := sys.stdin.read()):
         return
-    job = json.loads(told)
+    job = json.loads(sent)
     os.environ.update(job["env"])
     module, *sys.argv[1:] = job["argv"]
     sys.modules.pop(module, None)  # it is run anew, as the main one

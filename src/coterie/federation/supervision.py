@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import signal
 import sys
 import time
@@ -290,10 +291,10 @@ def session_of(kit: Path, wait: float) -> Iterator[Any]:
 
 
 def _heard(session: Any, names: Collection[str]) -> set[str]:
-    """Return the sites that the server hears now."""
-    oldest = time.time() - SECONDS_A_SIGN_OF_LIFE_LASTS
-    clients = session.get_system_info().client_info
-    return {c.name for c in clients if (c.last_connect_time or 0) > oldest} & set(names)
+    """Return the sites that the server hears now; a clock that went back makes nobody alive."""
+    now, clients = time.time(), session.get_system_info().client_info
+    ages = {client.name: abs(now - (client.last_connect_time or 0)) for client in clients}
+    return {name for name in names if ages.get(name, math.inf) < SECONDS_A_SIGN_OF_LIFE_LASTS}
 
 
 def _connected(session: Any, names: Sequence[str], wait: float, patience: float) -> set[str]:

@@ -119,10 +119,8 @@ class RunWatch:
         points = Record.load(self._record).points if self._record.exists() else []
         if not points:
             return
-        last, losses = (
-            points[-1],
-            [point.validation["loss"] for point in points if point.validation],
-        )
+        last = points[-1]
+        losses = [point.validation["loss"] for point in points if point.validation]
         loss, weight = (
             math.nan if value is None else value for value in (last.own_loss, last.weight)
         )
@@ -159,8 +157,8 @@ class SiteWatch:
             if site := line.get("sum_with"):
                 self.screen.line(f"masked sums with {site}, whose key is {line.get('fingerprint')}")
             if site := line.get("calls_with"):
-                told = f"{site}, seen for the first time, has the key {line.get('fingerprint')}"
-                self.screen.line(f"{told}: compare it by telephone, and write it under [keys]")
+                noted = f"{site}, seen for the first time, has the key {line.get('fingerprint')}"
+                self.screen.line(f"{noted}: compare it by telephone, and write it under [keys]")
         lines = [line for line in lines if "fingerprint" not in line]
         if lines:
             most = "" if self.caps.gradients is None else f" of {self.caps.gradients}"

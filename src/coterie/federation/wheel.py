@@ -12,27 +12,10 @@ from pathlib import Path
 import coterie
 from coterie.errors import CoterieError
 from coterie.federation.manifest import INSTALL as SCRIPT
-from coterie.federation.manifest import LOCK
+from coterie.federation.manifest import LOCK, filled
 from coterie.recording import files
 
 _TAG = "py3-none-any"
-
-INSTALL = """#!/bin/sh
-# Makes a Python environment in `venv`, with the coterie of this folder and what it needs. Nothing else is run.
-set -eu
-cd "$(dirname "$0")"
-sum() {{ if command -v sha256sum >/dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1; }}
-check() {{ [ "$(sum "$1")" = "$2" ] || {{ echo "$1 is not what user 0 has sent" >&2; exit 1; }}; }}
-echo "the fingerprint of this folder: $(sum manifest.json | cut -c1-32 | sed 's/..../&-/g; s/-$//')"
-check {wheel} {wheel_digest}
-check {lock} {lock_digest}
-"${{PYTHON:-python3}}" -m venv venv
-pip="venv/bin/python -m pip install --quiet --disable-pip-version-check"
-$pip "{torch}" ${{TORCH_INDEX:+--index-url "$TORCH_INDEX"}}  # many builds: none is in the lock
-$pip --require-hashes -r {lock}
-$pip --no-deps ./{wheel}
-echo "next: venv/bin/coterie federate accept .   (compare the fingerprint with user 0, by telephone)"
-"""
 
 
 def write_installation(folder: Path) -> None:
@@ -40,7 +23,8 @@ def write_installation(folder: Path) -> None:
     wheel, digest = write_wheel(folder)
     lock = lock_file().read_bytes()
     (folder / LOCK).write_bytes(lock)
-    script = INSTALL.format(
+    script = filled(
+        "install.sh",
         wheel=wheel,
         wheel_digest=digest,
         lock=LOCK,

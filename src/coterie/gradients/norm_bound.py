@@ -130,11 +130,9 @@ class NormBound:
             return g.with_peers(matrix, names, weights, left_out, rows=rows)
         total = _total(g)
         if total is None or not bool(self.long_sums(g.own, total)):
-            return (
-                g
-                if rows or g.rows is None
-                else g.with_peers(g.rows, g.names, weights, g.left_out, rows=False)
-            )
+            if rows or g.rows is None:
+                return g
+            return g.with_peers(g.rows, g.names, weights, g.left_out, rows=False)
         why = f"the sum is more than {self.factor:g} times as long as any before"
         left_out = dict(g.left_out) | {name: why for name in weights if name not in g.left_out}
         none = g.own.new_empty(0, *g.own.shape)
@@ -158,11 +156,9 @@ class NormBound:
         if g.rows is not None and len(g.rows) >= LEAST_ROWS:
             return long_rows(g.rows, g.own, self.factor).any()
         total = _total(g)
-        return (
-            torch.zeros_like(g.own[0], dtype=torch.bool)
-            if total is None
-            else self.long_sums(g.own, total)
-        )
+        if total is None:
+            return torch.zeros_like(g.own[0], dtype=torch.bool)
+        return self.long_sums(g.own, total)
 
     def long_sums(self, own: Tensor, sums: Tensor) -> Tensor:
         """Say of each sum whether it is too long after those before, and remember its length."""

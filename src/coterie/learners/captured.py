@@ -112,10 +112,8 @@ class StackBlock:
             )
             for stack in learner.stacks:
                 stack.schedule()
-        numbers, row = (
-            torch.tensor(rows, dtype=self.total.dtype).reshape(n, -1),
-            learner.step - self.first,
-        )
+        numbers = torch.tensor(rows, dtype=self.total.dtype).reshape(n, -1)
+        row = learner.step - self.first
         if self.numbers.shape != (self.rows, numbers.shape[1]):
             self.numbers = self.total.new_zeros(self.rows, numbers.shape[1])
         self.numbers[row : row + n].copy_(numbers)
@@ -161,9 +159,8 @@ class StackBlock:
         schedules = [copy.deepcopy(stack.schedules()) for stack in self.learner.stacks]
 
         def restore() -> None:
-            for tensor, value in zip(
-                self._changed(), values, strict=True
-            ):  # some may have moved to the device
+            # some may have moved to the device
+            for tensor, value in zip(self._changed(), values, strict=True):
                 tensor.copy_(value)
             for stack, schedule in zip(self.learner.stacks, schedules, strict=True):
                 stack.load_schedules(schedule)
@@ -236,9 +233,8 @@ class Captured:
     def _take(self, n: int) -> bool:
         """Take n steps, on a GPU by the graph once it is captured; say whether they were taken."""
         alone = n
-        if (
-            self.device.type == "cuda"
-        ):  # the first step of other work makes what the graph is to find
+        # the first step of other work makes what the graph is to find
+        if self.device.type == "cuda":
             alone = min(n, max(int(not self._is_captured()), WARM_UP - self._warm))
         for taken in range(alone):
             self._step(taken)

@@ -49,6 +49,8 @@ class Learner(ABC):
     of its model become views of the flat vector `x`.
     """
 
+    stacks: Sequence[Stack] = ()
+    """The rows of parameters that follow the directions written."""
     can_restart: ClassVar[bool] = True
     """Whether the guard may let it go on from the model trained alone."""
     can_capture: ClassVar[bool] = True
@@ -82,11 +84,6 @@ class Learner(ABC):
     def block(self) -> StackBlock | str:
         """Return the steps as blocks of the same work, or why they cannot be taken so."""
         return f"`{type(self.followed).__name__}` takes steps of its own kind"
-
-    @property
-    def stacks(self) -> Sequence[Stack]:
-        """The rows of parameters that follow the directions written."""
-        return ()
 
     def advanced(self, n: int) -> None:
         """Go on after n steps that the stacks have taken."""
@@ -221,6 +218,7 @@ class RuleLearner(Learner):
         self._asked_for: tuple[dict[str, float], Tensor] | None = None
         super().__init__(spec, engine, costs)
         self._stack = Stack.of_model(spec, self.x, self.scheduler)
+        self.stacks = (self._stack,)
 
     @property
     def followed(self) -> Any:
@@ -286,7 +284,7 @@ class RuleLearner(Learner):
             engine = require(self.engine, "local_work", "`local_steps`")
             given = [[weights.get(name, math.nan) for name in engine.names]]
             asked, at = torch.tensor(given, dtype=torch.float64), self.step * work.count
-            waiting = engine.local_work(Question(self.x.detach()[None], at, asked, rows, work=work))
+            waiting = engine.ask(Question(self.x.detach()[None], at, asked, rows, work=work))
         g = self._own_work(work)
         try:
             return g if waiting is None else _with_answers(g, waiting(), self.engine.names, weights)
@@ -306,11 +304,6 @@ class RuleLearner(Learner):
 
         followed = work.followed(self.x.detach(), gradient)
         return Gradients(followed, x=self.x, own_loss=torch.stack(losses).mean())
-
-    @property
-    def stacks(self) -> Sequence[Stack]:
-        """The model's parameters."""
-        return (self._stack,)
 
     def _follow(self, g: Gradients) -> None:
         """Write the direction that the rule makes of these gradients.

@@ -221,8 +221,8 @@ class RunSettings(StepSettings):
         bool | None,
         Setting(
             "Measure noise, bias and curvature before the first step, by sixteen passes over the "
-            "users, and report them with the plan that they imply. None: where all examples are "
-            "in this process.",
+            "users, and report them with the plan that they imply. None: for a rule with knobs, "
+            "where all examples are in this process.",
             _YES_NO_AUTO,
         ),
     ] = None

@@ -204,7 +204,8 @@ class Steps:
             for joint, members in self._joint:
                 _step(joint, members)
         for stack in stacks:
-            stack.schedule()
+            if any(scheduler for _, scheduler in stack._steps):
+                stack.schedule()
 
 
 def _joined(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[Optimizer]]]:

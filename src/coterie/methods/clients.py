@@ -6,17 +6,19 @@ Each computes at a point of its own, and what it computes is counted.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.arguments import COUNT
 from coterie.engines.capabilities import AnswersAtOwnPoints, require
 from coterie.engines.engine import Engine
 from coterie.errors import DataError
 from coterie.gradients.gradients import is_finite
 from coterie.recording.costs import Costs
+from coterie.rules import State
 from coterie.users.sampling import random_key
 from coterie.users.user import User
 
@@ -246,3 +248,45 @@ def losses_held_out(engine: AnswersAtOwnPoints, me: User, points: Tensor) -> Ten
             f"this method compares models on validation examples, but {me.name!r} has none"
         )
     return engine.losses_over(me.validation, points)
+
+
+class LocalSteps:
+    """What the methods share whose users take `local_steps` steps in a round."""
+
+    local_steps: int
+    models_in: ClassVar[str] = "x"
+    """The entry of the state that holds the models: a row for each user, or one vector for all."""
+
+    def __post_init__(self) -> None:
+        COUNT("local_steps", self.local_steps)
+
+    @property
+    def gradients_a_round(self) -> int:
+        """How many gradients user 0 computes in a round."""
+        return self.local_steps
+
+    def init(self, users: Clients, x: Tensor) -> State:
+        """Return the state before the first round: x."""
+        return {"step": 0, "x": x}
+
+    def models(self, state: State) -> Tensor:
+        """Return the personal models, or the one for all as a row."""
+        models: Tensor = state[self.models_in]
+        return models.reshape(-1, models.shape[-1])
+
+    def corrected_steps(
+        self, users: Clients, x: Tensor, c_k: Tensor, c: Tensor, *, step: int, lr: float
+    ) -> tuple[Tensor, Tensor]:
+        """Take SCAFFOLD's local steps from x, and return where they lead and the next corrections.
+
+        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) /
+        (Kη)
+        """
+        points = users.local_steps(x.expand_as(c_k), step, self.local_steps, lr=lr, add=c - c_k)
+        users.exchange(down=2 * x.numel(), up=2 * x.numel())
+        return points, c_k - c + (x - points) / (self.local_steps * lr)
+
+
+def weighed(weights: Tensor) -> dict[str, Any]:
+    """Return the entries of the state by which a method reports user 0's weight and then its peers'."""
+    return {"weights": weights, "weight": float(weights[1:].sum())}

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -78,7 +78,8 @@ class Rounds(Learner):
     def __init__(self, spec: RunSpec, method: Method, users: Clients) -> None:
         self.method, self.users = method, users
         super().__init__(spec, users.asked, users.costs)
-        self._stack = Stack.of_model(spec, self.x, self.scheduler)
+        # the model's parameters, which a round has moved; a schedule may go on
+        self.stacks = (Stack.of_model(spec, self.x, self.scheduler),)
 
     @property
     def followed(self) -> Method:
@@ -105,19 +106,12 @@ class Rounds(Learner):
         self.x.copy_(model)
         self.optimizer.zero_grad()  # so that its step, which a scheduler expects, moves nothing
 
-    @property
-    def stacks(self) -> Sequence[Stack]:
-        """The model's parameters, which a round has moved; a schedule may go on."""
-        return (self._stack,)
-
     def tau(self) -> Mapping[str, float]:
         """Return the peers' weights, where the method learns them."""
         weights = self.state.get("weights")
-        return (
-            {}
-            if weights is None
-            else dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
-        )
+        if weights is None:
+            return {}
+        return dict(zip(self.users.names[1:], weights[1:].tolist(), strict=True))
 
     def models(self) -> dict[str, nn.Module]:
         """Return the personal model of each user, as it is now.

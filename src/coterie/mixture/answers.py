@@ -302,8 +302,8 @@ def _told(
         curvature = back_to_parameters(np.square(rows.inputs), family.curvature(predicted))
         found["curvature"] = of_each(curvature) / over
     if "posterior" in wanted:
-        how: dict[str, Any] = {"tolerance": TOLERANCE, "iterations": ITERATIONS}
-        at, width = posterior(rows, family, priors, there, **how)
+        settings: dict[str, Any] = {"tolerance": TOLERANCE, "iterations": ITERATIONS}
+        at, width = posterior(rows, family, priors, there, **settings)
         found["residual"] = np.array(0.0)
         if family.is_squared:
             errors = np.square((targets - outputs_of(rows.inputs, at)) * there[..., None])

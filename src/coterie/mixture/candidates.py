@@ -124,8 +124,8 @@ class OwnRows:
         counts = n - np.append(0, np.bincount(folds)).astype(np.float64)
         if whole or n <= most:
             return cls(rows, _seen(folds), counts, of_all, rows, folds)
-        some = np.sort(np.random.default_rng(seed).permutation(n)[:most])
-        judging, judges = Rows(*(each[some] for each in rows)), folds[some]
+        chosen = np.sort(np.random.default_rng(seed).permutation(n)[:most])
+        judging, judges = Rows(*(each[chosen] for each in rows)), folds[chosen]
         if family.is_squared:
             each = [summed(rows, folds == q) for q in range(int(folds.max()) + 1)]
             folds = np.repeat(np.arange(len(each)), [len(one.targets) for one in each])
@@ -144,8 +144,8 @@ def summed(rows: Rows, which: Array) -> Rows:
     """Return few rows with the sums of squares and products of those that are asked for."""
     width, left = rows.inputs.shape[1], np.flatnonzero(which)
     both = np.zeros((0, width + rows.targets.shape[1]))
-    for some in np.array_split(left, max(1, len(left) // AT_ONCE)):
-        more = np.concatenate([rows.inputs[some], rows.targets[some]], 1)
+    for part in np.array_split(left, max(1, len(left) // AT_ONCE)):
+        more = np.concatenate([rows.inputs[part], rows.targets[part]], 1)
         both = np.asarray(np.linalg.qr(np.concatenate([both, more]), mode="r"))
     return Rows(both[:, :width], both[:, width:])
 

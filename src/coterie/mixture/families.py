@@ -42,7 +42,7 @@ class Family:
         """Whether the noise has a variance to be found."""
         return self.name == "squared"
 
-    def targets(self, given: Any, outputs: int) -> Array:
+    def targets(self, values: Any, outputs: int) -> Array:
         """Return targets as numbers of shape (n, K); classes become indicators.
 
         Example:
@@ -50,10 +50,10 @@ class Family:
             array([[1., 0., 0.],
                    [0., 0., 1.]])
         """
-        given = np.asarray(given)
-        if self.name == "softmax" and given.ndim == 1:
-            given = np.eye(outputs)[given.astype(np.int64)]
-        numbers: Array = np.asarray(given, dtype=np.float64).reshape(len(given), outputs)
+        values = np.asarray(values)
+        if self.name == "softmax" and values.ndim == 1:
+            values = np.eye(outputs)[values.astype(np.int64)]
+        numbers: Array = np.asarray(values, dtype=np.float64).reshape(len(values), outputs)
         return numbers
 
     def fits(self, targets: Any, outputs: int) -> bool:
@@ -68,17 +68,15 @@ class Family:
         if self.name == "softmax" and targets.ndim == 1:
             whole = "int" in str(targets.dtype)
             return whole and bool(((targets >= 0) & (targets < outputs)).all())
-        return (
-            targets.size == len(targets) * outputs
-            if isinstance(targets, np.ndarray)
-            else (int(targets.numel()) == len(targets) * outputs)
-        )
+        if isinstance(targets, np.ndarray):
+            return targets.size == len(targets) * outputs
+        return int(targets.numel()) == len(targets) * outputs
 
-    def told(self, outputs: Array, targets: Array) -> Array:
+    def reported_losses(self, outputs: Array, targets: Array) -> Array:
         """Return the losses as torch has them: the mean over outputs, and e² in the place of e²/2.
 
         Example:
-            >>> SQUARED.told(np.array([[1.0, 0.0]]), np.zeros((1, 2)))
+            >>> SQUARED.reported_losses(np.array([[1.0, 0.0]]), np.zeros((1, 2)))
             array([0.5])
         """
         losses = self.losses(outputs, targets)

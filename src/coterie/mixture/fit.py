@@ -7,14 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from coterie.mixture.answers import EStep, StackedUsers
-from coterie.mixture.candidates import (
-    Candidates,
-    OwnRows,
-    constant,
-    flat_prior,
-    judged,
-    paths,
-)
+from coterie.mixture.candidates import Candidates, OwnRows, constant, flat_prior, judged, paths
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows

@@ -162,7 +162,7 @@ def mix(
                 others.append((share, Predictor(behind(at))))
         return MixtureEntry(
             float(whole.weights[which].sum()),
-            family.told(one.outputs, targets),
+            family.reported_losses(one.outputs, targets),
             mean,
             tuple(others),
         )
@@ -171,7 +171,7 @@ def mix(
     return Leaderboard(entry(np.ones(len(kinds), dtype=bool)), entry(alone), entries)
 
 
-class Told(NamedTuple):
+class MeanDifference(NamedTuple):
     """A mean difference of losses, and its interval of 95 %."""
 
     difference: float
@@ -179,7 +179,7 @@ class Told(NamedTuple):
     high: float
 
 
-def told(changes: Array, folds: int) -> Told:
+def mean_difference(changes: Array, folds: int) -> MeanDifference:
     """Return what may be told of a difference, from that of each own row by models blind to it.
 
     Student's t. The error allows for folds whose models are made of nearly the same rows (after
@@ -190,17 +190,17 @@ def told(changes: Array, folds: int) -> Told:
         folds: how many.
 
     Example:
-        >>> said = told(np.array([-0.5, -0.2, -0.1, -0.1, 0.0, 0.1, -0.2, -0.3]), 4)
+        >>> said = mean_difference(np.array([-0.5, -0.2, -0.1, -0.1, 0.0, 0.1, -0.2, -0.3]), 4)
         >>> [round(number, 2) for number in said]
         [-0.16, -0.4, 0.07]
     """
     mean, error = float(changes.mean()) if len(changes) else 0.0, error_of(changes, folds)
     reach = float(stdtrit(len(changes) - 1, 0.975)) * error if error else 0.0
-    return Told(mean, mean - reach, mean + reach)
+    return MeanDifference(mean, mean - reach, mean + reach)
 
 
 def error_of(changes: Array, folds: int) -> float:
-    """Return the standard error of a mean over rows, of models that were fitted without their fold; see `told`."""
+    """Return the standard error of a mean over rows, by models blind to its fold; see `mean_difference`."""
     n = len(changes)
     spread = float(changes.std(ddof=1)) if n > 1 else 0.0
     return spread * float(np.sqrt(1 / n + OVERLAP / (n * max(1, folds - 1)))) if spread else 0.0
@@ -254,14 +254,14 @@ def mixed(
 
     weights = weights_by(np.ones(len(folds), dtype=bool))
     without = np.array([weights_by(folds != q) for q in range(n_folds)])[folds]
-    given = np.nan_to_num(outputs)
+    finite = np.nan_to_num(outputs)
     if not which.any():
-        return Mixed(weights, np.einsum("nj,njk->nk", without, given))
-    columns, shares = [given[:, which > 0]], [without[:, which > 0]]
+        return Mixed(weights, np.einsum("nj,njk->nk", without, finite))
+    columns, shares = [finite[:, which > 0]], [without[:, which > 0]]
     for part in np.unique(which[which <= 0]):
         each = without[:, which == part]
         share = each.sum(1)
-        mean = np.einsum("nj,njk->nk", each, given[:, which == part])
+        mean = np.einsum("nj,njk->nk", each, finite[:, which == part])
         columns.append((mean / np.where(share > 0, share, 1)[:, None])[:, None])
         shares.append(share[:, None])
     every = np.concatenate(columns, 1)

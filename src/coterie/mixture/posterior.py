@@ -129,8 +129,8 @@ def posterior(
     """
     if family.is_squared:
         return _solve(rows, priors, seen / priors.noise)
-    how: dict[str, Any] = {"tolerance": tolerance, "iterations": iterations}
-    at = most_probable(rows, family, priors, seen, **how)
+    settings: dict[str, Any] = {"tolerance": tolerance, "iterations": iterations}
+    at = most_probable(rows, family, priors, seen, **settings)
     curvature = family.curvature(family.predict(outputs_of(rows.inputs, at))) * seen[..., None]
     return at, 1 / (back_to_parameters(np.square(rows.inputs), curvature) + 1 / priors.variance)
 
@@ -167,11 +167,9 @@ def _minimise(
     """
     result = np.array(priors.mean)
     left = np.arange(result.shape[1])  # the problems that go on
-    mean, root, targets = (
-        priors.mean,
-        np.sqrt(priors.variance),
-        targets_of(rows, result.shape[1]),
-    )
+    mean = priors.mean
+    root = np.sqrt(priors.variance)
+    targets = targets_of(rows, result.shape[1])
     together = rows.inputs.ndim > 2  # then those that are done stand still
     z = np.zeros_like(mean)
 

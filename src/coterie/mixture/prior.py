@@ -90,20 +90,20 @@ class Heard:
     def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
         """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
         there = np.asarray(np.isfinite(numbers).all((1, 2)))
-        given = np.where(there[:, None, None], np.clip(numbers, -1, 1), 0.0)
+        known = np.where(there[:, None, None], np.clip(numbers, -1, 1), 0.0)
         weights, gradients = question.weights * there, None
-        sums, answered = asked.read(np.einsum("pk,kps->ps", weights, given)), weights.sum(1)
+        sums, answered = asked.read(np.einsum("pk,kps->ps", weights, known)), weights.sum(1)
         if question.told == "posterior":
             for k in self._last.keys() - set(np.flatnonzero(there).tolist()):
                 again, weight = self._again(k, question.priors), question.weights[:, k]
                 answered += weight
                 more = (each * (weight[:, None] if each.ndim > 1 else weight) for each in again)
                 sums = Sums(*(a + b for a, b in zip(sums, more, strict=True)))
-            self._last |= {k: (asked, given[k]) for k in np.flatnonzero(there).tolist()}
+            self._last |= {k: (asked, known[k]) for k in np.flatnonzero(there).tolist()}
         elif "gradient" in question.told:
-            parts = asked.parts(given)
+            parts = asked.parts(known)
             shares = np.maximum(parts["share"][:, :1], 1e-12)
-            gradients = parts["gradient"][:, 0].reshape(len(given), -1) / shares
+            gradients = parts["gradient"][:, 0].reshape(len(known), -1) / shares
             gradients[~there] = np.nan
         return PriorAnswer(sums, answered, gradients, question.own)
 
@@ -159,7 +159,7 @@ def find_priors(own: OwnRows, family: Family, peers: int, *, intercept: bool = T
     return Found(pooled, joint, priors, tau)
 
 
-Told: TypeAlias = Generator[PriorQuestion, PriorAnswer, tuple[Array, Array, Array]]
+Evaluated: TypeAlias = Generator[PriorQuestion, PriorAnswer, tuple[Array, Array, Array]]
 """Asks for the losses of B models, (B,), infinite where none came, their gradients, (D, B, K), and by how many."""
 
 
@@ -187,7 +187,7 @@ class Units(NamedTuple):
 
 
 def _descend(
-    told: Callable[[Array], Told], x: Array, units: Units, start: Array, exchanges: int
+    evaluated: Callable[[Array], Evaluated], x: Array, units: Units, start: Array, exchanges: int
 ) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Minimise B losses from x, (D, B, K), by L-BFGS: an exchange for each gradient.
 
@@ -199,10 +199,10 @@ def _descend(
     best_loss, length = np.full(z.shape[1], np.inf), np.ones(z.shape[1])
     history, gamma, many = list[Pair](), np.ones(z.shape[1]), np.zeros(z.shape[1])
     for _ in range(exchanges):
-        loss, gradient, heard = yield from told(np.tensordot(units.basis, z, 1))
+        loss, gradient, answering = yield from evaluated(np.tensordot(units.basis, z, 1))
         gradient = np.tensordot(units.basis.T, gradient, 1)
-        if not np.allclose(heard, many, rtol=1e-6):
-            best_loss, history, many = np.full(z.shape[1], np.inf), [], heard
+        if not np.allclose(answering, many, rtol=1e-6):
+            best_loss, history, many = np.full(z.shape[1], np.inf), [], answering
         fine = loss <= best_loss
         s, y = z - best, gradient - slope
         sy = np.einsum("dbk,dbk->b", s, y) * (fine & np.isfinite(best_loss))
@@ -227,29 +227,23 @@ def _pooled(
     """Find the model of all peers' rows; on the way user 0's rows judge them."""
     d, v, k = own.rows.inputs.shape[1], own.seen.shape[1], own.rows.targets.shape[1]
 
-    def told(x: Array) -> Told:
+    def evaluated(x: Array) -> Evaluated:
         ours = gradients_of(own, family, np.broadcast_to(x, (d, v, k)))
         priors = Priors(x, np.ones(x.shape), np.ones(1))
         flat = np.moveaxis(ours, 1, 0).reshape(v, -1)
         answer = yield PriorQuestion(priors, judged.alike, flat, "gradient")
         if answer.gradients is not None and answer.own is not None:
             judged.look(answer.gradients, answer.own)
-        loss, gradient, heard = _means(answer)
-        return loss + RIDGE / 2 * np.square(x).sum((0, 2)), gradient + RIDGE * x, heard
+        loss, gradient, answering = _means(answer)
+        return loss + RIDGE / 2 * np.square(x).sum((0, 2)), gradient + RIDGE * x, answering
 
     at = np.zeros((d, 1, k))
     start = units.start(family.curvature(family.predict(at[0])), np.array(RIDGE))
-    return (yield from _descend(told, at, units, start, POOLED))
+    return (yield from _descend(evaluated, at, units, start, POOLED))
 
 
 def _joint(
-    own: OwnRows,
-    family: Family,
-    weights: Array,
-    pooled: Array,
-    *,
-    units: Units,
-    intercept: bool,
+    own: OwnRows, family: Family, weights: Array, pooled: Array, *, units: Units, intercept: bool
 ) -> Generator[PriorQuestion, PriorAnswer, Array]:
     """Fit own and peers' rows together, beside an intercept of user 0's own, if there is one.
 
@@ -263,18 +257,18 @@ def _joint(
     ridge = np.full((d + 1, v * j, 1), RIDGE) * (1 + times[:, None])
     ridge[-1] = 1 / (INTERCEPT * n[:, None])
 
-    def told(x: Array) -> Told:
+    def evaluated(x: Array) -> Evaluated:
         priors = Priors(x[:d], np.ones((d, v * j, k)), np.ones(v * j))
         asked = PriorQuestion(priors, np.repeat(weights, v * j, 0), None, "gradient")
-        theirs, gradient, heard = _means((yield asked))
+        peers_loss, gradient, answering = _means((yield asked))
         outputs, targets = outputs_of(inputs, x), rows.targets[:, None]
         ours = (family.losses(outputs, targets) * seen).sum(0) / n
         slope = back_to_parameters(
             inputs, (family.predict(outputs) - targets) * (seen / n)[..., None]
         )
         slope[:d] += times[:, None] * gradient
-        loss = ours + times * theirs + (ridge * np.square(x)).sum((0, 2)) / 2
-        return loss, slope + ridge * x, heard
+        loss = ours + times * peers_loss + (ridge * np.square(x)).sum((0, 2)) / 2
+        return loss, slope + ridge * x, answering
 
     curvature = family.curvature(family.predict(outputs_of(rows.inputs, pooled))).mean((0, 1))
     basis = np.eye(d + 1)
@@ -284,7 +278,7 @@ def _joint(
     )
     start[..., -1] = 1 / (np.maximum(curvature, 1e-2)[:, None] + ridge[-1][:, None])
     x = np.concatenate([np.repeat(pooled, v * j, 1), np.zeros((1, v * j, k))])
-    best = yield from _descend(told, x, Units(basis, units.moments), start, JOINT)
+    best = yield from _descend(evaluated, x, Units(basis, units.moments), start, JOINT)
     best[d - 1] += intercept * best[d]
     return best[:d].reshape(d, v, j, k)
 
@@ -314,8 +308,8 @@ def maximised(priors: Priors, answer: PriorAnswer, weights: Array, more: float =
     The step of the mean is over-relaxed by up to `RELAXED` where the posteriors are hardly narrower
     than the prior: there EM is slow. Where some did not answer, the others stand for all.
     """
-    heard, n = answer.answered > 0, (1 / np.square(weights).sum(1))[:, None]
-    whole = np.where(heard, answer.answered, 1.0)
+    answering, n = answer.answered > 0, (1 / np.square(weights).sum(1))[:, None]
+    whole = np.where(answering, answer.answered, 1.0)
     sums = Sums(*(each / (whole[:, None] if each.ndim > 1 else whole) for each in answer.sums))
     known = np.clip(1 - sums.variance / priors.variance, 1 / RELAXED, 1)
     mean = np.clip(
@@ -331,7 +325,10 @@ def maximised(priors: Priors, answer: PriorAnswer, weights: Array, more: float =
         np.maximum(sums.residual / np.maximum(sums.share, 1e-12), 1e-6),
         priors.noise,
     )
-    new, use = Priors(mean, variance, noise), heard[:, None]
+    new, use = Priors(mean, variance, noise), answering[:, None]
     return Priors(
-        *(np.where(use if a.ndim > 1 else heard, a, b) for a, b in zip(new, priors, strict=True))
+        *(
+            np.where(use if a.ndim > 1 else answering, a, b)
+            for a, b in zip(new, priors, strict=True)
+        )
     )

@@ -80,8 +80,8 @@ class MixedPredictions(nn.Module):
         self.parts = nn.ModuleList(distinct)
         self.family = family
         place = {id(part): index for index, part in enumerate(distinct)}
-        given = torch.as_tensor(list(weights), dtype=torch.float64)
-        self.register_buffer("weights", (given / given.sum()).float())
+        shares = torch.as_tensor(list(weights), dtype=torch.float64)
+        self.register_buffer("weights", (shares / shares.sum()).float())
         self.register_buffer(
             "temperatures", torch.tensor([float(one.temperature) for one in predictors])
         )
@@ -123,10 +123,8 @@ _MIXED = {
 
 def mixed_outputs(family: str, outputs: Array, weights: Array) -> Array:
     """Return the outputs of mixtures of J predictions, (n, K), from theirs, (n, J, K), and weights (n, J)."""
-    stacked, shares = (
-        torch.from_numpy(outputs).movedim(1, 0),
-        torch.from_numpy(weights).movedim(1, 0),
-    )
+    stacked = torch.from_numpy(outputs).movedim(1, 0)
+    shares = torch.from_numpy(weights).movedim(1, 0)
     mixed: Array = _MIXED[family](stacked, shares[..., None]).numpy()
     return mixed
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from coterie.rules import Rule
 from coterie.rules.knobs import Knob
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic
 from coterie.users.sampling import random_key
 

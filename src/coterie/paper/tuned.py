@@ -13,7 +13,7 @@ from coterie.errors import KnobError
 from coterie.paper.series import Line
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
 from coterie.theory import Constants, best_alpha
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
 
@@ -135,10 +135,8 @@ def drifting_optimum(steps: int) -> list[Line]:
         return Line("wga_100", "WGA, N = 100", problem(100), rule, lr, knobs=knobs)
 
     def corrected(n_peers: int, *, oracle: bool) -> Callable[[float], Line]:
-        label, legend = (
-            f"{'oracle' if oracle else 'bc'}_{n_peers}",
-            f"BC{', oracle' * oracle}, N = {n_peers}",
-        )
+        label = f"{'oracle' if oracle else 'bc'}_{n_peers}"
+        legend = f"BC{', oracle' * oracle}, N = {n_peers}"
         share, one = n_peers / (n_peers + 1), problem(n_peers)
         rule = one.oracle(share) if oracle else BiasCorrection(share, 1 / steps)
         beta = "" if oracle else f", β = {1 / steps:.2g}"

@@ -52,12 +52,10 @@ class Calls:
         *,
         strangers: bool = True,
     ) -> None:
-        self.site, self.job, self._known, self._strangers = (
-            identity.site,
-            job,
-            known or {},
-            strangers,
-        )
+        self.site = identity.site
+        self.job = job
+        self._known = known or {}
+        self._strangers = strangers
         self._private, offer = identity.offer(purpose=self._purpose)
         self.offer = offer.message()
         self._secrets: dict[str, bytes] = {}  # by site

@@ -78,8 +78,8 @@ class Agreement:
     def message(self) -> dict[str, Any]:
         """Return it as plain data."""
         offers = {site: offer.message() for site, offer in self.offers.items()}
-        told = {"weights": dict(self.weights), "largest": self.largest, "offers": offers}
-        return told | {"noise": self.noise, "margin": self.margin}
+        plain = {"weights": dict(self.weights), "largest": self.largest, "offers": offers}
+        return plain | {"noise": self.noise, "margin": self.margin}
 
     @classmethod
     def read(cls, message: Any) -> "Agreement":
@@ -209,10 +209,10 @@ class Masks:
         dither = _stream(secrets.token_bytes(32), b"")
         streams = [(_stream(key, context), self.site < other) for other, key in self._keys.items()]
         for start in range(0, len(part), CHUNK):
-            some, here = values[start : start + CHUNK], part[start : start + CHUNK]
-            dither.update_into(zeros[: 4 * len(some)], mask.data.cast("B"))
-            here[: len(some)] = whole_numbers(
-                some, weight, self.agreement, _triangular(mask[: len(some)])
+            chunk, here = values[start : start + CHUNK], part[start : start + CHUNK]
+            dither.update_into(zeros[: 4 * len(chunk)], mask.data.cast("B"))
+            here[: len(chunk)] = whole_numbers(
+                chunk, weight, self.agreement, _triangular(mask[: len(chunk)])
             )
             for stream, adds in streams:
                 stream.update_into(zeros[: here.nbytes], mask.data.cast("B"))

@@ -102,9 +102,8 @@ class SumsOnly:
         largest = shares.masked_fill(~asked, -1.0).argsort(descending=True, stable=True)[
             : self.peers
         ]
-        shares[largest] = shares[largest].clamp(
-            min=2 * COUNTED * self.share
-        )  # what is added here makes all smaller
+        # what is added here makes all smaller
+        shares[largest] = shares[largest].clamp(min=2 * COUNTED * self.share)
         shares = (shares / shares.sum()).clamp(max=self.share)
         room = torch.zeros_like(shares)
         room[largest] = self.share - shares[largest]

@@ -87,9 +87,8 @@ class ChainedLines:
                 os.close(descriptor)
         self._last, self._end, self._count = last, self._end + len(text), self._count + 1
         self._write_count()
-        if (
-            sync and not self._has_synced
-        ):  # the files' names too; later counts may be lost, being too small then
+        # the files' names too; later counts may be lost, being too small then
+        if sync and not self._has_synced:
             with files.writing(self.path):
                 for path in (self.count_path, self.path.parent):
                     if path is not None:
@@ -110,16 +109,13 @@ class ChainedLines:
             line, last = self._checked(text, last, number)
             lines.append(line)
             chains[number] = last
-        if (more := _CHAIN.search(rest)) and more.end() < len(
-            rest
-        ):  # a whole line whose end was altered
+        # a whole line whose end was altered
+        if (more := _CHAIN.search(rest)) and more.end() < len(rest):
             raise self._damaged(self._count + len(whole) + 1)
         self._check_count(chains)
-        self._last, self._end, self._count = (
-            last,
-            self._end + len(data) - len(rest),
-            self._count + len(whole),
-        )
+        self._last = last
+        self._end = self._end + len(data) - len(rest)
+        self._count = self._count + len(whole)
         return lines
 
     def _new_data(self) -> bytes:

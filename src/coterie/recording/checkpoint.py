@@ -9,7 +9,6 @@ keeps it from running code.
 
 import io
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,11 +55,9 @@ class RunFolder:
         """Say where the state is that was saved last."""
         there = self.claim is not None and not self.claim.unwritten
         paths = saved(self.claim.folder / "checkpoints") if self.claim and there else []
-        return (
-            f"what was computed is saved in {paths[-1]}"
-            if paths
-            else "what was computed is in this error's `run`"
-        )
+        if paths:
+            return f"what was computed is saved in {paths[-1]}"
+        return "what was computed is in this error's `run`"
 
     def unwritten(self) -> str:
         """Say what could not be written, last of all in a warning; nothing where all is there."""
@@ -154,9 +151,7 @@ def tensors_in(data: bytes, device: torch.device | str = "cpu") -> Any:
     torch stores numbers as they are. One that is compressed was not written by torch, and may
     inflate to anything.
     """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if sum(each.file_size for each in archive.infolist()) > len(data):
-            raise ValueError("it holds more than its size, as torch writes none")
+    files.check_inflated(data, len(data))
     return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
 
 
@@ -171,8 +166,6 @@ def _plain(content: Any) -> Any:
 
 def _remedy(path: Path) -> str:
     others = [other for other in saved(path.parent) if other != path]
-    return (
-        f"delete it to go on from {others[-1].name}"
-        if others
-        else "delete it and start the run again"
-    )
+    if others:
+        return f"delete it to go on from {others[-1].name}"
+    return "delete it and start the run again"

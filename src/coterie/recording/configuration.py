@@ -118,9 +118,8 @@ class Configuration(StepSettings):
     # a digest of the frozen parameters, which no checkpoint holds, where there are any
     frozen: str = ""
     engine: Mapping[str, Any] = field(default_factory=dict)  # what the engine says of itself
-    choice: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the account of what was chosen; empty where nothing was
+    # the account of what was chosen; empty where nothing was
+    choice: Mapping[str, Any] = field(default_factory=dict)
     # the constants measured: see `Estimates` in theory
     estimates: Mapping[str, Any] = field(default_factory=dict)
     not_measured: str = ""  # why there are no estimates, where they were wanted

@@ -11,9 +11,11 @@ import contextlib
 import errno
 import hashlib
 import importlib
+import io
 import json
 import os
 import stat
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,6 +157,24 @@ def checked(
     return body
 
 
+def check_inflated(data: bytes, most: int) -> None:
+    """Refuse a ZIP archive that would take more than so many bytes, before it is read; a `ValueError`.
+
+    Example:
+        >>> import io
+        >>> with zipfile.ZipFile(held := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+        ...     archive.writestr("a", b" " * 10**6)
+        >>> check_inflated(held.getvalue(), 10**5)
+        Traceback (most recent call last):
+        ...
+        ValueError: it inflates to 1000000 bytes, more than the 100000 that it may have
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        size = sum(each.file_size for each in archive.infolist())
+    if size > most:
+        raise ValueError(f"it inflates to {size} bytes, more than the {most} that it may have")
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, with its SHA-256 as the first entry.
 
@@ -234,8 +254,8 @@ def wait_for_lock(file: int) -> None:
         _lock_on_windows(file, "LK_LOCK")
 
 
-def _lock_on_windows(file: int, how: str) -> None:
+def _lock_on_windows(file: int, mode: str) -> None:
     if msvcrt is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     os.lseek(file, _FAR, os.SEEK_SET)
-    msvcrt.locking(file, getattr(msvcrt, how), 1)
+    msvcrt.locking(file, getattr(msvcrt, mode), 1)

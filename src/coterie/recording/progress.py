@@ -1,5 +1,6 @@
 """The progress bar."""
 
+import functools
 import importlib.util
 import math
 import signal
@@ -26,30 +27,29 @@ def progress_bar(wanted: bool | None, description: str, steps: int) -> Iterator[
     if not wanted or importlib.util.find_spec("rich") is None:
         yield lambda *_: None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    numbers = TextColumn("{task.fields[numbers]}")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        numbers,
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=steps, numbers="")
+    with rich_bar(description, steps) as update:
 
         def show(step: int, own_loss: float, weight: float, validation: float | None) -> None:
-            bar.update(task, completed=step, numbers=numbers_of(own_loss, weight, validation))
+            update(completed=step, numbers=numbers_of(own_loss, weight, validation))
 
         yield show
+
+
+@contextmanager
+def rich_bar(description: str, total: int) -> Iterator[Callable[..., None]]:
+    """Give what updates a bar in the terminal: `completed` or `advance`, `description`, `numbers`."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[numbers]}"),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield functools.partial(bar.update, bar.add_task(description, total=total, numbers=""))
 
 
 def numbers_of(own_loss: float, weight: float, validation: float | None) -> str:

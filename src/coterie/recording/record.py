@@ -176,12 +176,10 @@ class Record:
                 " version that wrote it (coterie"
                 f" {written_by.get('coterie', 'of unknown version')}), or train again"
             ) from error
-        record.path, record.versions, record._lines, record._saved = (
-            path,
-            written_by,
-            chained,
-            saved,
-        )
+        record.path = path
+        record.versions = written_by
+        record._lines = chained
+        record._saved = saved
         return record
 
     def _append(self, line: dict[str, Any]) -> None:

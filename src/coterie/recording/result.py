@@ -150,9 +150,8 @@ class End:
     validation: Mapping[str, float] = field(default_factory=dict)
     test: Mapping[str, float] = field(default_factory=dict)  # and on its test set
     guard: GuardDecision | None = None  # which model is served, where there was a guard
-    tau: Mapping[str, float] = field(
-        default_factory=dict
-    )  # each peer's share of the peers' weight in the last step
+    # each peer's share of the peers' weight in the last step
+    tau: Mapping[str, float] = field(default_factory=dict)
     # by peer, how often, by reason
     left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     # by peer, the steps that were taken without it: the first and the last one of every stretch

@@ -9,7 +9,9 @@ its number.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
+from typing import Any
+
+from coterie.reporting.page import environment
 
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "4 2", "1 4")
 """What tells lines apart beside their colour."""
@@ -58,16 +60,7 @@ def bar_chart(bars: Sequence[Bar], label: str) -> str:
         >>> "width:50.0%" in bar_chart([Bar("a", 2.0, "two"), Bar("b", 1.0, "one")], "some")
         True
     """
-    most = max((bar.value for bar in bars), default=0) or 1.0
-    rows = [
-        f'<div class="bar{"" if bar.value else " none"}" role="listitem"><span'
-        f' class="name">{escape(bar.name)}'
-        f"{f'<small>{escape(bar.note)}</small>' if bar.note else ''}</span>"
-        f'<span class="track"><i style="width:{100 * bar.value / most:.1f}%"></i></span>'
-        f'<span class="number">{escape(bar.text)}</span></div>'
-        for bar in bars
-    ]
-    return _listed(rows, label, "bars")
+    return drawn("bars", bars=bars, most=_most(bars), label=label)
 
 
 def bar_picture(bars: Sequence[Bar], title: str) -> str:
@@ -77,21 +70,7 @@ def bar_picture(bars: Sequence[Bar], title: str) -> str:
         >>> bar_picture([Bar("a", 2.0, "two"), Bar("b", 1.0, "one")], "some").count("<rect")
         3
     """
-    most, row = max((bar.value for bar in bars), default=0) or 1.0, 24
-    height = 44 + row * len(bars)
-    drawn = [
-        f'<text x="16" y="{58 + row * i}">{escape(bar.name)}</text><rect x="130" y="{45 + row * i}"'
-        f' width="{450 * bar.value / most:.1f}" height="16" rx="2" fill="#0b6e99"/><text'
-        f' x="{138 + 450 * bar.value / most:.1f}" y="{58 + row * i}">{escape(bar.text)}</text>'
-        for i, bar in enumerate(bars)
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {height}" width="660"'
-        f' height="{height}" role="img" aria-label="{escape(title)}" font-family="sans-serif"'
-        f' font-size="14" fill="#1b1f24"><rect width="660" height="{height}" rx="6"'
-        ' fill="#f3f6f8"/><text x="16" y="28"'
-        f' font-weight="600">{escape(title)}</text>{"".join(drawn)}</svg>\n'
-    )
+    return drawn("picture", bars=bars, most=_most(bars), title=title) + "\n"
 
 
 def interval_chart(intervals: Sequence[Interval], label: str) -> str:
@@ -112,20 +91,8 @@ def interval_chart(intervals: Sequence[Interval], label: str) -> str:
     def place(value: float) -> float:
         return 100 * (min(max(value, low), high) - low) / (high - low)
 
-    zero = place(0.0)
-    rows = []
-    for one in intervals:
-        left, right = map(place, one.ends)
-        kind = {True: " good", False: " bad", None: ""}[one.better]
-        rows.append(
-            f'<div class="bar{kind}" role="listitem"><span'
-            f' class="name">{escape(one.name)}</span><span class="axis"'
-            f' style="--zero:{zero:.2f}%"><i class="reach"'
-            f' style="left:{left:.2f}%;width:{right - left:.2f}%"></i><i class="dot"'
-            f' style="left:{place(one.value):.2f}%"></i></span><span'
-            f' class="number">{escape(one.text)}</span></div>'
-        )
-    return _listed(rows, label, "bars intervals")
+    rows = [(one, place(one.ends[0]), place(one.value), place(one.ends[1])) for one in intervals]
+    return drawn("intervals", rows=rows, zero=place(0.0), label=label)
 
 
 def line_chart(
@@ -149,52 +116,33 @@ def line_chart(
     ticks = _ticks(min(ys), max(ys))
     (left, right), (low, high) = (min(xs), max(xs)), (min(*ys, *ticks), max(*ys, *ticks))
 
-    def at(x: float, y: float) -> str:
-        across, up = (x - left) / ((right - left) or 1), (y - low) / ((high - low) or 1)
-        return f"{1000 * across:.1f},{300 * (1 - up):.1f}"
+    def up(y: float) -> float:
+        return (y - low) / ((high - low) or 1)
 
-    drawn = [
-        f'<line class="grid" x1="0" x2="1000" y1="{at(left, y).split(",")[1]}"'
-        f' y2="{at(left, y).split(",")[1]}"/>'
-        for y in ticks
-    ]
+    def path(places: Sequence[float], values: Sequence[float]) -> str:
+        pairs = zip(places, values, strict=True)
+        at = ((1000 * (x - left) / ((right - left) or 1), 300 * (1 - up(y))) for x, y in pairs)
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+
+    shown = []
     for i, (name, (places, values)) in enumerate(finite.items()):
+        one = {"name": name, "points": path(places, values), "dashes": DASHES[i % 6]}
         if bands and name in bands:
             lower, upper = bands[name]
-            outline = [at(x, y) for x, y in zip(places, upper, strict=True)]
-            outline += [at(x, y) for x, y in reversed(list(zip(places, lower, strict=True)))]
-            drawn.append(f'<polygon class="c{i % 6}" points="{" ".join(outline)}"/>')
-        points = " ".join(at(x, y) for x, y in zip(places, values, strict=True))
-        dashes = f' stroke-dasharray="{DASHES[i % 6]}"' if DASHES[i % 6] else ""
-        drawn.append(f'<polyline class="c{i % 6}"{dashes} points="{points}"/>')
-    marks = "".join(
-        f'<span style="bottom:{100 * (y - low) / ((high - low) or 1):.2f}%">{y:g}</span>'
-        for y in ticks
-    )
-    return (
-        f'<figure class="lines"><figcaption>{escape(ylabel)}</figcaption>'
-        f'<div class="plot"><div class="ticks">{marks}</div>'
-        '<svg viewBox="0 0 1000 300" preserveAspectRatio="none" role="img"'
-        f' aria-label="{escape(ylabel)} over '
-        f'{escape(xlabel)}: {escape(", ".join(lines))}">{"".join(drawn)}</svg></div>'
-        "<div"
-        f' class="ends"><span>{left:g}</span><span>{escape(xlabel)}</span><span>{right:g}</span></div>'
-        f"{_legend(list(lines))}</figure>"
-    )
+            outline = [*places, *reversed(places)], [*upper, *reversed(lower)]
+            one["band"] = path(*outline)
+        shown.append(one)
+    about = {"ticks": [(y, up(y)) for y in ticks], "ends": (left, right)}
+    return drawn("lines", lines=shown, xlabel=xlabel, ylabel=ylabel, **about)
 
 
-def _listed(rows: Sequence[str], label: str, kind: str) -> str:
-    return f'<div class="{kind}" role="list" aria-label="{escape(label)}">{"".join(rows)}</div>'
+def drawn(piece: str, **values: Any) -> str:
+    """Return a piece of a page, by the name of its macro in charts.html."""
+    return str(getattr(environment().get_template("charts.html").module, piece)(**values)).strip()
 
 
-def _legend(names: Sequence[str]) -> str:
-    keys = [
-        f'<span><svg viewBox="0 0 30 8" class="key" aria-hidden="true"><line class="c{i % 6}"'
-        ' x1="0" x2="30" y1="4" y2="4"'
-        f' stroke-dasharray="{DASHES[i % 6]}"/></svg>{escape(name)}</span>'
-        for i, name in enumerate(names)
-    ]
-    return f'<div class="legend">{"".join(keys)}</div>'
+def _most(bars: Sequence[Bar]) -> float:
+    return max((bar.value for bar in bars), default=0) or 1.0
 
 
 def _finite(line: Points) -> tuple[list[float], list[float]]:

@@ -82,14 +82,12 @@ def _against_alone(records: Mapping[str, Record]) -> list[Section]:
             shown = interval(f"{name}, {measure}", one, said.clear.get(measure), said.comparison)
             intervals.setdefault(measure, []).append(shown)
     charts = [
-        interval_chart(some, f"difference to alone in {measure}")
-        for measure, some in intervals.items()
+        interval_chart(group, f"difference to alone in {measure}")
+        for measure, group in intervals.items()
     ]
-    return (
-        [Section("Against training alone", ["Right of the mark is better."], charts=charts)]
-        if charts
-        else []
-    )
+    if charts:
+        return [Section("Against training alone", ["Right of the mark is better."], charts=charts)]
+    return []
 
 
 def _curves(records: Mapping[str, Record]) -> list[Section]:
@@ -105,8 +103,6 @@ def _curves(records: Mapping[str, Record]) -> list[Section]:
 
 def _of_run(name: str, record: Record) -> Section:
     """Return what one run says by itself."""
-    said, whom = (
-        verdict(record.configuration, record.end).sentence,
-        whom_section(record.configuration, record.end),
-    )
+    said = verdict(record.configuration, record.end).sentence
+    whom = whom_section(record.configuration, record.end)
     return Section(name, [said, *whom.text], charts=whom.charts, folded=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.recording import files
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment
     from matplotlib.figure import Figure
 
 
@@ -66,14 +66,18 @@ def write_page(
 
     What is folded comes last.
     """
-    text = _template().render(title=title, lead=lead, sections=sections, script=script)
+    text = (
+        environment()
+        .get_template("page.html")
+        .render(title=title, lead=lead, sections=sections, script=script)
+    )
     files.write(path, text.encode())
     return path
 
 
 @functools.cache
-def _template() -> "Template":
-    """Return the skeleton that all pages have."""
+def environment() -> "Environment":
+    """Return what reads the templates of pages and of their pieces."""
     import jinja2
     from markupsafe import Markup, escape
 
@@ -82,15 +86,15 @@ def _template() -> "Template":
         marked = (f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
         return Markup("".join(marked))  # noqa: S704  # escaped above
 
-    environment = jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("coterie.reporting", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["prose"] = prose
-    environment.filters["svg"] = lambda figure: Markup(svg(figure))  # noqa: S704  # our own drawing
-    return environment.get_template("page.html")
+    made.filters["prose"] = prose
+    made.filters["svg"] = lambda figure: Markup(svg(figure))  # noqa: S704  # our own drawing
+    return made
 
 
 _THEMED = {

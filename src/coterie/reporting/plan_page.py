@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie.reporting.charts import drawn
 from coterie.reporting.figures import gain_factor
 from coterie.reporting.page import Lead, Section, write_page
 from coterie.reporting.phrases import SOMETHING, TITLES, note, numbers, sure_speedup, verdict
@@ -60,9 +61,10 @@ def write_plan_page(
         "The speedup of averaging, for m = 0 and peers as noisy as user 0; the mark is this"
         " problem."
     )
+    found = drawn("looked_up", columns=["method", *COLUMNS.values()])
     sections = [
         Section("", [*rest, note(rows)]),
-        Section("What if?", charts=[_sliders(table["values"], middle), _results()]),
+        Section("What if?", charts=[_sliders(table["values"], middle), found]),
         Section(
             "The constants",
             tables=[[*constants, {"constant": "steps", "value": str(steps)}]],
@@ -169,24 +171,8 @@ def _sliders(values: Mapping[str, Sequence[float]], asked: Mapping[str, float]) 
         "bias": "peers' bias ζ",
         "steps": "steps T",
     }
-    made = []
-    for name, places in values.items():
-        start = places.index(asked[name])
-        made.append(
-            f'<label>{words[name]} <output id="of-{name}">{places[start]:.4g}</output><input'
-            f' type="range" id="{name}" min="0" max="{POSITIONS - 1}" step="1"'
-            f' value="{start}"></label>'
-        )
-    return f'<div class="sliders">{"".join(made)}</div>'
-
-
-def _results() -> str:
-    """Return the place for what belongs to the sliders' places."""
-    heads = "".join(f'<th scope="col">{title}</th>' for title in ("method", *COLUMNS.values()))
-    return (
-        '<p id="said" aria-live="polite"></p><div class="bars" id="speedups" role="list"></div>'
-        f'<div class="scroll"><table id="plan"><tr>{heads}</tr></table></div>'
-    )
+    each = [(name, words[name], of, of.index(asked[name])) for name, of in values.items()]
+    return drawn("sliders", sliders=each)
 
 
 def _scalars(problem: Constants) -> dict[str, float]:

@@ -21,10 +21,7 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
         length += f" of {configuration.optimizer}"
     elif end.account["exchanges"]:
         length = f"in closed form by {length}"
-    lines = [
-        verdict(configuration, end).sentence,
-        f"{configuration.rule}, {peers}, {length}",
-    ]
+    lines = [verdict(configuration, end).sentence, f"{configuration.rule}, {peers}, {length}"]
     if configuration.choice:
         lines.append(configuration.choice["sentence"])
     lines += [
@@ -39,9 +36,8 @@ def summary(record: Record, weight: float | None = None) -> list[str]:
     lines.append(_validated(end))
     if end.test:
         lines.append(f"test: {_numbers(end.test)} ({counted(configuration.me.test, 'example')})")
-    if weight is not None and not (
-        serves_alone(end) or end.account
-    ):  # else it is that of a model not served
+    # else it is that of a model not served
+    if weight is not None and not (serves_alone(end) or end.account):
         lines.append(f"weight on peers in the last step: {weight:.3g}")
     lines += _constants(record)
     lines += _traffic(configuration.me.name, end.traffic) + promised(end)
@@ -159,11 +155,9 @@ def _constants(record: Record) -> list[str]:
     configuration = record.configuration
     if configuration.not_measured:
         return [f"constants not measured: {configuration.not_measured}"]
-    return (
-        [Estimates.from_plain(configuration.estimates).sentence()]
-        if configuration.estimates
-        else []
-    )
+    if configuration.estimates:
+        return [Estimates.from_plain(configuration.estimates).sentence()]
+    return []
 
 
 def _traffic(me: str, traffic: Mapping[str, Traffic]) -> list[str]:

@@ -153,11 +153,9 @@ def chance(one: Difference, examples: int) -> float:
     if not one.difference or not math.isfinite(one.error) or examples < 2:
         return 1.0
     least = 2.0 ** (1 - examples)
-    return (
-        max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error)))
-        if one.error
-        else least
-    )
+    if one.error:
+        return max(least, float(2 * special.stdtr(examples - 1, -abs(one.difference) / one.error)))
+    return least
 
 
 def interval(one: Difference, examples: int, measures: int = 1) -> tuple[float, float]:
@@ -191,16 +189,16 @@ def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
     numbers = ", ".join(f"{key} {difference(one)}" for key, one in measures.items())
     paired = "corrected for the overlap of the splits" if comparison.splits else "paired"
     evidence = f"{numbers} on {comparison.on} (one standard error, {paired})"
-    told = {key for key, one in measures.items() if one.low is not None}
-    if told:
-        between = ", ".join(f"{ends[key][0]:+.2g} and {ends[key][1]:+.2g}" for key in told)
+    bounded = {key for key, one in measures.items() if one.low is not None}
+    if bounded:
+        between = ", ".join(f"{ends[key][0]:+.2g} and {ends[key][1]:+.2g}" for key in bounded)
         evidence = f"{numbers}, by 95 % between {between}, on {comparison.on}"
     which = f"{'a' if comparison.splits else 'the'} model for {name}"
     if not clear:
         least = {
             key: _least_clear(one, n, len(measures))
             for key, one in measures.items()
-            if one.error and key not in told
+            if one.error and key not in bounded
         }
         could = ", ".join(f"{value:.2g} in {key}" for key, value in least.items())
         if len(measures) * 2.0 ** (1 - n) >= LEVEL:
@@ -224,7 +222,7 @@ def judged(name: str, comparison: Comparison, unit: str = "example") -> Verdict:
         )
         return Verdict("mixed", sentence, comparison, clear)
     finding: Literal["better", "worse"] = "better" if all(clear.values()) else "worse"
-    if not told & set(clear):
+    if not bounded & set(clear):
         evidence = f"{evidence}; {_by_chance(min(p[key] for key in clear))}"
     return Verdict(
         finding, f"{which} is {finding} than one trained alone: {evidence}.", comparison, clear
@@ -292,11 +290,9 @@ def _from_account(configuration: Configuration, account: Mapping[str, Any]) -> C
     """Return the comparison in loss by own examples in turn."""
     if "difference" not in account:
         return None
-    n, ours, difference = (
-        int(str(configuration.me.examples)),
-        account["out_of_fold"],
-        account["difference"],
-    )
+    n = int(str(configuration.me.examples))
+    ours = account["out_of_fold"]
+    difference = account["difference"]
     on = f"{n} own examples, each by models that were fitted and mixed without it"
     loss = Difference(
         ours=ours,

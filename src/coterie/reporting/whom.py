@@ -28,7 +28,7 @@ class PeerShare:
     reason: str = ""
 
 
-def heard(configuration: Configuration, end: End) -> list[PeerShare]:
+def peer_shares(configuration: Configuration, end: End) -> list[PeerShare]:
     """Return all peers, those with most weight first.
 
     Nobody has any where the model trained alone is served.
@@ -90,7 +90,7 @@ def whom_chart(configuration: Configuration, end: End) -> str:
 
     Peers that are left out come last, with the reason.
     """
-    peers = heard(configuration, end)
+    peers = peer_shares(configuration, end)
     shown = peers if len(peers) <= BARS + 1 else peers[:BARS]
     bars = [Bar(peer.name, peer.share, _share(peer.share), peer.reason) for peer in shown]
     if rest := peers[len(shown) :]:
@@ -99,23 +99,23 @@ def whom_chart(configuration: Configuration, end: End) -> str:
     return bar_chart(bars, "whom the model listens to: each peer's share of the peers' weight")
 
 
-def contributed_section(given: Mapping[str, Contribution]) -> Section:
+def contributed_section(contributions: Mapping[str, Contribution]) -> Section:
     """Return what each peer adds to the model, with intervals of 95 %."""
     charts = []
     for name, title in (
         ("shapley", "in the mean over orders in which peers could have come (Shapley)"),
         ("leave_one_out", "beside all the others (leave-one-out)"),
     ):
-        told = []
-        for peer, one in given.items():
+        intervals = []
+        for peer, one in contributions.items():
             estimate = getattr(one, name)
             low, high = estimate.interval
             clear = True if low > 0 else False if high < 0 else None
             ends = f"{estimate.value:+.3g} ({low:+.3g} to {high:+.3g})"
             value, error, _ = estimate
-            told.append(Interval(peer, value, error, ends, clear, estimate.interval))
-        told.sort(key=lambda one: -one.value)
-        charts.append(f"<h3>{escape(title)}</h3>{interval_chart(told, title)}")
+            intervals.append(Interval(peer, value, error, ends, clear, estimate.interval))
+        intervals.sort(key=lambda one: -one.value)
+        charts.append(f"<h3>{escape(title)}</h3>{interval_chart(intervals, title)}")
     text = [
         "By how much your loss is lower with a peer, on own rows by models that did not see them."
         " What peers add in the mean over orders sums to what all of them give together; of two"
@@ -133,7 +133,7 @@ def listened_to(configuration: Configuration, end: End) -> str:
 
     "" where all are alike.
     """
-    peers = heard(configuration, end)
+    peers = peer_shares(configuration, end)
     weighted, without = (
         [peer for peer in peers if bool(peer.share) is wanted] for wanted in (True, False)
     )

@@ -208,11 +208,9 @@ def weights_in(state: State) -> dict[str, float]:
         {'a': 0.25, 'b': 0.75}
     """
     tau = state.get("tau", {})
-    return (
-        dict(zip(state["names"], tau.tolist(), strict=True))
-        if isinstance(tau, Tensor)
-        else dict(tau)
-    )
+    if isinstance(tau, Tensor):
+        return dict(zip(state["names"], tau.tolist(), strict=True))
+    return dict(tau)
 
 
 def rows_of(g: Gradients) -> Tensor:

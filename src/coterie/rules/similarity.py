@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.arguments import POSITIVE, SHARE, real
+from coterie.arguments import POSITIVE, SHARE, checked, real
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.rules.rule import Capturable, State, rows_of
 
@@ -44,11 +44,9 @@ class _Weighing(Capturable):
 
 
 @dataclass(frozen=True)
+@checked(alpha=SHARE)
 class _ByAngle(_Weighing):
     alpha: float
-
-    def __post_init__(self) -> None:
-        SHARE("alpha", self.alpha)
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,7 @@ class SimilarityGate(_ByAngle):
 
 
 @dataclass(frozen=True)
+@checked(penalty=real("not be negative", lambda penalty: penalty >= 0))
 class WeightErosion(_Weighing):
     """Begin with everybody alike, and wear a peer's weight away by how far its gradients are from the own.
 
@@ -136,9 +135,6 @@ class WeightErosion(_Weighing):
     """
 
     penalty: float = 0.01
-
-    def __post_init__(self) -> None:
-        real("not be negative", lambda penalty: penalty >= 0)("penalty", self.penalty)
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by what is left of the weights, and the next state."""
@@ -178,8 +174,8 @@ class _ByGain(_Weighing):
         weights = self.moved(
             state["tau"], last.norm(dim=1).double(), (last @ g.own).double(), g.own
         )
-        theirs = by_name(weights, names, here)[1:]
-        used = torch.cat([1 - theirs.sum().reshape(1), theirs]).to(everyone)
+        others = by_name(weights, names, here)[1:]
+        used = torch.cat([1 - others.sum().reshape(1), others]).to(everyone)
         following = {
             "step": state["step"] + 1,
             "weight": used[1:].sum(),
@@ -190,6 +186,7 @@ class _ByGain(_Weighing):
 
 
 @dataclass(frozen=True)
+@checked(rate=POSITIVE)
 class MirrorDescent(_ByGain):
     """Learn the weights with the model, by mirror descent on user 0's loss after the step that they cause.
 
@@ -220,9 +217,6 @@ class MirrorDescent(_ByGain):
 
     rate: float = 0.1
 
-    def __post_init__(self) -> None:
-        POSITIVE("rate", self.rate)
-
     def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
         """Return w_k exp(γ gain_k / s) / Z."""
         scale = lengths.max() * own.norm().double() + TINY
@@ -231,6 +225,7 @@ class MirrorDescent(_ByGain):
 
 
 @dataclass(frozen=True)
+@checked(memory=real("lie in [0, 1)", lambda memory: 0 <= memory < 1))
 class FirstOrder(_ByGain):
     """Weigh everybody by how much user 0's loss falls along their last gradient, per unit of length.
 
@@ -256,9 +251,6 @@ class FirstOrder(_ByGain):
     """
 
     memory: float = 0.9
-
-    def __post_init__(self) -> None:
-        real("lie in [0, 1)", lambda memory: 0 <= memory < 1)("memory", self.memory)
 
     def moved(self, weights: Tensor, lengths: Tensor, gains: Tensor, own: Tensor) -> Tensor:
         """Return the running mean after one more step.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from coterie.arguments import COUNT
+from coterie.arguments import COUNT, checked
 from coterie.gradients.gradients import Gradients, by_name
 from coterie.gradients.simplex import simplex_minimum
 from coterie.rules.rule import Rule, State, rows_of
@@ -34,6 +34,7 @@ MEANS = ("bias", "squares", "counts", "noise")
 
 
 @dataclass(frozen=True)
+@checked(horizon=COUNT)
 class StreamAveraging(Rule):
     """Average by the weights that trade the peers' bias against everybody's noise best, solved for as the run goes.
 
@@ -69,9 +70,6 @@ class StreamAveraging(Rule):
 
     needs_rows: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        COUNT("horizon", self.horizon)
-
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
         """Return the average by the weights found so far, and the next state."""
         rows = rows_of(g)
@@ -96,10 +94,8 @@ class StreamAveraging(Rule):
         """Return what has been seen before the first step: nothing."""
         names = [*g.names, *g.left_out]
         n, d = len(names), len(g.own)
-        matrix, noise = (
-            g.own.new_zeros(n, n, dtype=torch.float64),
-            g.own.new_zeros(1 + n, dtype=torch.float64),
-        )
+        matrix = g.own.new_zeros(n, n, dtype=torch.float64)
+        noise = g.own.new_zeros(1 + n, dtype=torch.float64)
         means = {"bias": matrix, "squares": matrix, "counts": matrix, "noise": noise}
         tau, rows = g.own.new_zeros(n), g.own.new_zeros(1 + n, d)
         return {"names": names, "tau": tau, "rows": rows, "present": noise[1:], **means}

@@ -16,8 +16,17 @@ from coterie.data.preparation import Kind
 from coterie.errors import DataError, KnobError, few_of
 from coterie.recording.configuration import StepSettings
 from coterie.rules import Rule
-from coterie.sklearn.frames import Array, Column, groups_in, name_of, named, table, unused
-from coterie.sklearn.group_models import Module, fit_groups
+from coterie.sklearn.group_models import (
+    Array,
+    Column,
+    Module,
+    fit_groups,
+    groups_in,
+    name_of,
+    named,
+    table,
+    unused,
+)
 
 
 class GroupEstimator(BaseEstimator):
@@ -103,9 +112,9 @@ class GroupEstimator(BaseEstimator):
         if sample_weight is not None:
             weights = unused("weight", rows)
             rows[weights] = sample_weight
-        given = (self.rule, self.steps, self.lr, sample_weight)
+        settings = (self.rule, self.steps, self.lr, sample_weight)
         trees: Literal[True, "only"] = "only" if self.module == "trees" else True
-        closed = self.module in (None, "trees") and all(each is None for each in given)
+        closed = self.module in (None, "trees") and all(each is None for each in settings)
         # it judges by folds, and needs no rows held out
         folds = self.rule is None or getattr(self.rule, "guards_itself", False)
         if self.module == "trees" and not closed:
@@ -125,10 +134,7 @@ class GroupEstimator(BaseEstimator):
             validation=(0.0 if folds else 0.2) if self.validation is None else self.validation,
             seed=self._seed(),
             weights=weights,
-            **{
-                "steps": StepSettings.steps if self.steps is None else self.steps,
-                "lr": self.lr,
-            },
+            **{"steps": StepSettings.steps if self.steps is None else self.steps, "lr": self.lr},
             batch_size=self.batch_size,
         )
         return self

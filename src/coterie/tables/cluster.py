@@ -28,7 +28,7 @@ from coterie.data.columns import with_numbers
 from coterie.data.preparation import Preparation, classes_of
 from coterie.data.reading import FileForm, rank_file, read_rows, users_in
 from coterie.data.statistics import Statistics
-from coterie.data.table import OneUserSettings, TableSettings, split_at_most, user_of
+from coterie.data.table import OneUserSettings, TableSettings, split_rows, user_of
 from coterie.engines.processes.engine import serve
 from coterie.engines.processes.processes import Processes
 from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printable
@@ -174,8 +174,8 @@ def meet(
     used = *roles_in(rows, **columns).features, target
     rows = with_numbers(rows, [column for column in used if column in rows])
     mine = {"name": name, "targets": distinct_targets(rows[target], kind)}
-    heard = others.exchange("targets", mine, name=str, targets=list | None)
-    targets = [note["targets"] for note in heard.values()]
+    targets_of = others.exchange("targets", mine, name=str, targets=list | None)
+    targets = [note["targets"] for note in targets_of.values()]
     table = checked_table(
         rows,
         kind="regression" if kind == "auto" and None in [*targets, mine["targets"]] else kind,
@@ -183,14 +183,17 @@ def meet(
         elsewhere=[value for each in targets for value in each or ()],
         **columns,
     )
-    how = target, table.kind, asked.shares, asked.own_examples
-    parts = split_at_most(table.rows[name], *how, seed=seed, name=name)
+    own_rows, most = table.rows[name], asked.own_examples
+    splitting: dict[str, Any] = {"own_examples": most, "at_most": True, "seed": seed}
+    parts = split_rows(own_rows, target, table.kind, asked.shares, whose=repr(name), **splitting)
     own = Statistics.of(
         parts[0][list(table.roles.features)], parts[0][target], table.kind, table.roles.categorical
     )
     counted = {"examples": len(parts[0]), "statistics": own.to_plain()}
-    told = others.exchange("statistics", counted, examples=int, statistics=dict)
-    everybodys = [note["statistics"] for _, note in sorted((told | {others.rank: counted}).items())]
+    statistics_of = others.exchange("statistics", counted, examples=int, statistics=dict)
+    everybodys = [
+        note["statistics"] for _, note in sorted((statistics_of | {others.rank: counted}).items())
+    ]
     classes = classes_of(table.targets) if table.kind == "classification" else ()
     preparation = replace(_added_up(everybodys).preparation(classes), **table.roles.carried)
     warn_of_suspicious(table.rows[name], parts[0], target, preparation)
@@ -203,9 +206,9 @@ def meet(
         target,
         test_rows=parts[2],
     )
-    names = {rank: note["name"] for rank, note in heard.items()}
+    names = {rank: note["name"] for rank, note in targets_of.items()}
     in_order = [whose for _, whose in sorted((names | {others.rank: name}).items())]
-    sizes = {names[rank]: note["examples"] for rank, note in told.items()}
+    sizes = {names[rank]: note["examples"] for rank, note in statistics_of.items()}
     return task, sizes, folder_names(in_order)[name]
 
 
@@ -245,11 +248,9 @@ def _preparation(agreed: Mapping[str, Any], model: str | None) -> Preparation:
 
 def here(device: str) -> str:
     """Return this process's own GPU where torchrun started several on one machine, and `device` elsewhere."""
-    return (
-        f"cuda:{os.environ['LOCAL_RANK']}"
-        if device == "cuda" and "LOCAL_RANK" in os.environ
-        else device
-    )
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return device
 
 
 def part_of(

@@ -189,7 +189,9 @@ def fit_everyone(
         runs = replace(runs, not_trained={**left_out, **runs.not_trained})
         folders = folder_names(list(runs.runs))
         try:
-            given = {name: run.contributions() for name, run in runs.runs.items() if contributions}
+            contributions_of = {
+                name: run.contributions() for name, run in runs.runs.items() if contributions
+            }
             more = {
                 name: [
                     *(
@@ -197,13 +199,22 @@ def fit_everyone(
                         if len(splits.get(name, "")) > 1
                         else []
                     ),
-                    *([contributed(given[name], out / folders[name])] if given else []),
+                    *(
+                        [contributed(contributions_of[name], out / folders[name])]
+                        if contributions_of
+                        else []
+                    ),
                 ]
                 for name, run in runs.runs.items()
             }
             _write(out, runs, table, model=model, folders=folders, more=more)
             pages = {name: f"{place}/index.html" for name, place in folders.items()}
-            write_everyone_page(out / "index.html", runs, pages, gifts(given) if given else None)
+            write_everyone_page(
+                out / "index.html",
+                runs,
+                pages,
+                gifts(contributions_of) if contributions_of else None,
+            )
             files.write_json(out / FILE, {"user_column": user_column, "folders": folders})
         except FileError as error:
             raise FileError(

@@ -53,8 +53,8 @@ def predict(
     apply = functools.partial(_applied, model=model, coverage=coverage)
     predictions = routed(folder, rows, apply) if is_everyone(folder) else apply(folder, rows)
     preparation = _preparation(folder)
-    for told in preparation.unfamiliar(rows):
-        warnings.warn(told, stacklevel=2)
+    for warning in preparation.unfamiliar(rows):
+        warnings.warn(warning, stacklevel=2)
     if preparation.ids not in (None, *rows.columns):
         warnings.warn(
             f"the table has no column {preparation.ids!r}, so predictions carry no ids",

@@ -85,19 +85,15 @@ class Share:
         if not rows:
             return cls(math.nan, math.nan, math.nan)
         z, p = float(special.ndtri(0.975)), right / rows
-        centre, reach = (
-            p + z**2 / (2 * rows),
-            z * math.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2)),
-        )
+        centre = p + z**2 / (2 * rows)
+        reach = z * math.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2))
         whole = 1 + z**2 / rows
         return cls(p, (centre - reach) / whole, (centre + reach) / whole)
 
     def __str__(self) -> str:
-        return (
-            "–"
-            if math.isnan(self.value)
-            else f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
-        )
+        if math.isnan(self.value):
+            return "–"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -177,11 +173,11 @@ def quality(
     values = targets["value"] if isinstance(targets, dict) else targets
     outputs = _outputs(model, examples)
     if preparation.kind == "regression":
-        told, true = (
+        predicted, true = (
             preparation.centre + preparation.scale * each.double().numpy()[:, 0]
             for each in (outputs, values)
         )
-        bins = _calibration_of_numbers(told, true, weights)
+        bins = _calibration_of_numbers(predicted, true, weights)
         return Quality(len(rows), served, comparison, bins, effects, constant)
     probabilities, truth = probabilities_of(outputs), values.numpy()
     matrix = confusion(probabilities.argmax(1), truth, len(preparation.classes), weights)
@@ -303,14 +299,14 @@ def _probability_and_outcome(probabilities: Numbers, truth: Any) -> tuple[Number
     return probabilities.max(1), probabilities.argmax(1) == truth
 
 
-def _calibration_of_numbers(told: Numbers, true: Numbers, weights: Any) -> list[Bin]:
+def _calibration_of_numbers(predicted: Numbers, true: Numbers, weights: Any) -> list[Bin]:
     """Return rows in bins by the number told: its mean, and the mean of what came true."""
-    bins, w = [], np.ones(len(told)) if weights is None else weights
-    for part in np.array_split(np.argsort(told), _bins(len(told))):
+    bins, w = [], np.ones(len(predicted)) if weights is None else weights
+    for part in np.array_split(np.argsort(predicted), _bins(len(predicted))):
         if total := w[part].sum():
             mean = float(w[part] @ true[part] / total)
             error = math.sqrt(float((w[part] ** 2 * (true[part] - mean) ** 2).sum())) / total
-            bins.append(Bin(len(part), float(w[part] @ told[part] / total), mean, error))
+            bins.append(Bin(len(part), float(w[part] @ predicted[part] / total), mean, error))
     return bins
 
 
@@ -322,11 +318,11 @@ def _quality_by_class(
     worth = float(w.sum() / (w**2).sum())
     by_class = []
     for k, name in enumerate(names):
-        hits, of_it, told = matrix[k, k], matrix[k].sum(), matrix[:, k].sum()
+        hits, of_it, predicted = matrix[k, k], matrix[k].sum(), matrix[:, k].sum()
         others = matrix.sum() - of_it
-        pairs = (hits, of_it), (others - told + hits, others), (hits, told)
+        pairs = (hits, of_it), (others - predicted + hits, others), (hits, predicted)
         sensitivity, specificity, precision = (
-            Share.of(some * worth, of * worth) for some, of in pairs
+            Share.of(part * worth, whole * worth) for part, whole in pairs
         )
         area = area_under_roc(probabilities[:, k], truth == k, weights)
         rows = int((truth == k).sum())
@@ -431,7 +427,7 @@ def write_report(
     judged = quality(run.model, alone, preparation, target, test_rows, shares=shares)
     files.write_json(folder / FILE, judged.to_plain())
     sections = [
-        _predictions(judged, preparation, target, told=run.test),
+        _predictions(judged, preparation, target, shown_above=run.test),
         _effects(judged, target),
         *more,
     ]
@@ -439,18 +435,18 @@ def write_report(
     return judged
 
 
-def contributed(given: Mapping[str, Contribution], folder: Path) -> Section:
+def contributed(contributions: Mapping[str, Contribution], folder: Path) -> Section:
     """Write what each peer adds to contributions.json in a folder, and return it for the page."""
     plain = {
-        name: {what: told._asdict() for what, told in one._asdict().items()}
-        for name, one in given.items()
+        name: {what: estimate._asdict() for what, estimate in one._asdict().items()}
+        for name, one in contributions.items()
     }
     files.write_json(folder / "contributions.json", plain)
-    return contributed_section(given)
+    return contributed_section(contributions)
 
 
 def _predictions(
-    judged: Quality, preparation: Preparation, target: str, told: Container[str]
+    judged: Quality, preparation: Preparation, target: str, shown_above: Container[str]
 ) -> Section:
     """Return how good the predictions are, in numbers and in pictures.
 
@@ -472,12 +468,12 @@ def _predictions(
             else "Constant: always predicting the mean of the training rows."
         )
     tables = [_by_class(judged), _confusion(judged, target)] if classes else []
-    tables += [rows] if (rows := _measures(judged, told)) else []
+    tables += [rows] if (rows := _measures(judged, shown_above)) else []
     charts = _curves(judged, preparation, target)
     return Section(f"How good predictions of {target} are", text, tables, charts=charts)
 
 
-def _measures(judged: Quality, told: Container[str]) -> list[dict[str, str]]:
+def _measures(judged: Quality, shown_above: Container[str]) -> list[dict[str, str]]:
     """Return a row for each measure, beside the constant's, and those of the model trained alone.
 
     What the page has told of the latter is left out.
@@ -485,7 +481,7 @@ def _measures(judged: Quality, told: Container[str]) -> list[dict[str, str]]:
     rows = []
     for name, value in judged.served.items():
         row = {"measure": name, "served": shown(value)}
-        if judged.comparison is not None and name not in told:
+        if judged.comparison is not None and name not in shown_above:
             one = judged.comparison.measures[name]
             row |= {"alone": shown(one.alone), "difference": difference(one)}
         if judged.constant:
@@ -538,8 +534,8 @@ def _curves(judged: Quality, preparation: Preparation, target: str) -> list[str]
 
 def _calibration_chart(judged: Quality, preparation: Preparation, target: str) -> str:
     bins, classes = judged.calibration, preparation.classes
-    told, true = [one.told for one in bins], [one.came_true for one in bins]
-    ends = [0.0, 1.0] if classes else [min(told), max(told)]
+    predicted, true = [one.told for one in bins], [one.came_true for one in bins]
+    ends = [0.0, 1.0] if classes else [min(predicted), max(predicted)]
     low, high = ([one.came_true + side * one.error for one in bins] for side in (-2, 2))
     if classes:
         low, high = [max(0.0, y) for y in low], [min(1.0, y) for y in high]
@@ -551,7 +547,7 @@ def _calibration_chart(judged: Quality, preparation: Preparation, target: str) -
     else:
         names = f"predicted {target}", f"mean of what came true (calibration, {len(bins)} bins)"
     lines: dict[str, Points] = {
-        "came true, ± two standard errors": (told, true),
+        "came true, ± two standard errors": (predicted, true),
         "as predicted": (ends, ends),
     }
     return line_chart(lines, *names, bands={"came true, ± two standard errors": (low, high)})

@@ -106,11 +106,9 @@ class Affine:
 
         The rule, of one problem.
         """
-        a, b, n = (
-            self.matrix[samples],
-            np.take_along_axis(self.target, samples[:, None], 1)[:, 0],
-            len(samples),
-        )
+        a = self.matrix[samples]
+        b = np.take_along_axis(self.target, samples[:, None], 1)[:, 0]
+        n = len(samples)
         central = a * z - self.common[samples]
         corrected = central[0] - self.ratio[samples] @ central / n
         return float(a[0] * x - b[0] - alpha * corrected), float((a * z - b).mean())

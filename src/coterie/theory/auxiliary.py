@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_steps
+from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_lr, check_steps
 
 _THETAS = np.geomspace(1e-2, 1e2, 17)
 
@@ -54,28 +54,12 @@ def auxiliary_bound(
     Reference: Chayti and Karimireddy, arXiv:2206.00395; the proof here is our own, in
         `docs/theory.md`.
     """
-    rate, lr, rounds, local_steps = (
-        as_numbers(name, value)
-        for name, value in {
-            "rate": rate,
-            "lr": lr,
-            "rounds": check_steps(rounds),
-            "local_steps": local_steps,
-        }.items()
-    )
+    rate, local_steps = as_numbers("rate", rate), as_numbers("local_steps", local_steps)
+    rounds = check_steps(rounds)
     check("rate", rate, np.greater(rate, 0) & np.less_equal(rate, 1), "must lie in (0, 1]")
-    limit = 1 / problem.smoothness
-    check("lr", lr, np.greater(lr, 0), "must be positive")
-    check(
-        "lr",
-        lr,
-        np.less_equal(lr, limit * (1 + 1e-9)),
-        "must not exceed 1/L",
-        f"take {np.min(limit):g}",
-    )
+    lr = check_lr(lr, 1 / problem.smoothness, "must not exceed 1/L")
     check("local_steps", local_steps, np.greater_equal(local_steps, 1), "must be at least 1")
-    for name in ("noise_growth", "peer_noise_growth"):
-        check(name, getattr(problem, name), np.equal(getattr(problem, name), 0), "must be 0 here")
+    problem.check_bounded_noise()
     peers = problem.peer_variance
     s = problem.noise**2 + peers
     error = s if initial_error is None else as_numbers("initial_error", initial_error)

@@ -4,7 +4,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.gradients.simplex import water_filling
-from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
+from coterie.theory.constants import (
+    Constants,
+    Numbers,
+    as_numbers,
+    check,
+    check_alpha,
+    check_pl,
+    check_steps,
+)
 
 
 def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Numbers:
@@ -21,7 +29,7 @@ def averaging_cost(problem: Constants, alpha: Numbers, steps: Numbers) -> Number
 
     Reference: Theorem 1, μ-PL case; Section 4, “Speedup over training alone”.
     """
-    alpha, steps, mu = check_alpha(alpha), check_steps(steps), _pl(problem)
+    alpha, steps, mu = check_alpha(alpha), check_steps(steps), check_pl(problem.pl)
     left = np.maximum(1 - alpha**2 * problem.bias_growth, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         noise = problem.smoothness * problem.variance(alpha) / (mu**2 * steps * left**2)
@@ -46,7 +54,7 @@ def best_alpha(problem: Constants, steps: Numbers) -> Numbers:
     Reference: Appendix C.2, “Choice of the collaboration weight α”.
     """
     m, own = problem.bias_growth, np.square(problem.noise)
-    z = _pl(problem) * problem.bias_floor**2 * check_steps(steps) / problem.smoothness
+    z = check_pl(problem.pl) * problem.bias_floor**2 * check_steps(steps) / problem.smoothness
     total = own + problem.peer_variance
     if np.all(np.equal(m, 0)):
         return _share(own, problem.peer_variance + z)
@@ -145,7 +153,9 @@ def best_tau(
     left = 1 - alpha**2 * problem.bias_growth
     check("alpha", alpha, np.greater(left, 0), "must be below 1/√m, m being `bias_growth`")
     return water_filling(
-        peer_noise, bias_floor, problem.smoothness / (_pl(problem) * check_steps(steps) * left)
+        peer_noise,
+        bias_floor,
+        problem.smoothness / (check_pl(problem.pl) * check_steps(steps) * left),
     )
 
 
@@ -180,16 +190,6 @@ def mean_estimation(
         peer_noise=peer_noise,
         bias_floor=np.abs(gap),
     )
-
-
-def _pl(problem: Constants) -> Numbers:
-    check(
-        "pl",
-        problem.pl,
-        np.greater(problem.pl, 0),
-        "must be positive for a cost in terms of the loss",
-    )
-    return problem.pl
 
 
 def _share(part: Numbers, rest: Numbers) -> Numbers:

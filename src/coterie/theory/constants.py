@@ -74,14 +74,8 @@ class Constants:
                 check(field.name, value, np.greater_equal(value, 0), "must not be negative")
                 object.__setattr__(self, field.name, value)
         check("smoothness", self.smoothness, np.greater(self.smoothness, 0), "must be positive")
-        remedy = "at the optimum nothing is left to gain"
-        check(
-            "initial_gap",
-            self.initial_gap,
-            np.greater(self.initial_gap, 0),
-            "must be positive",
-            remedy,
-        )
+        gap, remedy = self.initial_gap, "at the optimum nothing is left to gain"
+        check("initial_gap", gap, np.greater(gap, 0), "must be positive", remedy)
         check("n_peers", self.n_peers, np.greater_equal(self.n_peers, 1), "must be at least 1")
         pl, smoothness = np.broadcast_arrays(self.pl, self.smoothness)
         # a rescaled problem with both equal may differ in the last digit
@@ -121,18 +115,19 @@ class Constants:
         """
         tau = np.asarray(tau, dtype=np.float64)
         check("tau", tau, tau >= 0, "must not be negative")
-        check(
-            "tau",
-            tau.sum(-1),
-            abs(tau.sum(-1) - 1) < 1e-6,
-            "must sum to 1",
-            "divide each weight by the sum",
-        )
+        total, remedy = tau.sum(-1), "divide each weight by the sum"
+        check("tau", total, abs(total - 1) < 1e-6, "must sum to 1", remedy)
         variance = np.sum(tau**2 * np.square(peer_noise), -1)
         floor = np.sqrt(np.sum(tau * np.square(bias_floor), -1))
         noise, n_peers = np.sqrt(tau.shape[-1] * variance), float(tau.shape[-1])
         drift = np.sqrt(np.sum(tau * np.square(peer_noise), -1))
         return cls(n_peers=n_peers, peer_noise=noise, drift_noise=drift, bias_floor=floor, **common)
+
+    def check_bounded_noise(self, remedy: str = "") -> None:
+        """Refuse noise that grows with the gradient."""
+        for name in ("noise_growth", "peer_noise_growth"):
+            growth = getattr(self, name)
+            check(name, growth, np.equal(growth, 0), "must be 0 here", remedy)
 
     @property
     def peer_variance(self) -> Numbers:
@@ -181,9 +176,8 @@ def check(name: str, value: ArrayLike, holds: ArrayLike, must: str, remedy: str 
 def check_alpha(alpha: ArrayLike) -> Numbers:
     """Return α, checked to lie in [0, 1]."""
     alpha = as_numbers("alpha", alpha)
-    check(
-        "alpha", alpha, np.greater_equal(alpha, 0) & np.less_equal(alpha, 1), "must lie in [0, 1]"
-    )
+    fits = np.greater_equal(alpha, 0) & np.less_equal(alpha, 1)
+    check("alpha", alpha, fits, "must lie in [0, 1]")
     return alpha
 
 
@@ -192,6 +186,20 @@ def check_steps(steps: ArrayLike) -> Numbers:
     steps = as_numbers("steps", steps)
     check("steps", steps, np.greater_equal(steps, 1), "must be at least 1")
     return steps
+
+
+def check_lr(lr: ArrayLike, limit: Numbers, must: str) -> Numbers:
+    """Return η, checked to be above 0 and at most a limit."""
+    lr = as_numbers("lr", lr)
+    check("lr", lr, np.greater(lr, 0), "must be positive")
+    check("lr", lr, np.less_equal(lr, limit * (1 + 1e-9)), must, f"take {np.min(limit):g}")
+    return lr
+
+
+def check_pl(pl: Numbers) -> Numbers:
+    """Return μ, checked to be positive."""
+    check("pl", pl, np.greater(pl, 0), "must be positive for a cost in terms of the loss")
+    return pl
 
 
 def _first(value: ArrayLike) -> str:

@@ -8,7 +8,15 @@ from numpy.typing import NDArray
 from scipy.special import digamma
 
 from coterie.theory.choices import least_noise_alpha
-from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
+from coterie.theory.constants import (
+    Constants,
+    Numbers,
+    as_numbers,
+    check,
+    check_alpha,
+    check_lr,
+    check_steps,
+)
 
 
 class Correction(NamedTuple):
@@ -72,16 +80,8 @@ def correction_bound(
         proof.
     """
     alpha, steps = check_alpha(alpha), check_steps(steps)
-    lr, beta = as_numbers("lr", lr), as_numbers("beta", beta)
-    limit = 1 / problem.smoothness
-    check("lr", lr, np.greater(lr, 0), "must be positive")
-    check(
-        "lr",
-        lr,
-        np.less_equal(lr, limit * (1 + 1e-9)),
-        "must not exceed 1/L",
-        f"take {np.min(limit):g}",
-    )
+    lr = check_lr(lr, 1 / problem.smoothness, "must not exceed 1/L")
+    beta = as_numbers("beta", beta)
     check("beta", beta, np.greater(beta, 0) & np.less_equal(beta, 1), "must lie in (0, 1]")
     follows = 4 * (1 + beta) * (alpha * problem.hessian_gap * lr / beta) ** 2 < 1
     check("beta", beta, follows, "must exceed √8·αδη", "take a larger `beta` or a smaller `lr`")
@@ -150,10 +150,8 @@ def best_correction(
 
     Reference: Theorem 3 and Corollary 1.
     """
-    alpha, steps = (
-        least_noise_alpha(problem) if alpha is None else check_alpha(alpha),
-        check_steps(steps),
-    )
+    alpha = least_noise_alpha(problem) if alpha is None else check_alpha(alpha)
+    steps = check_steps(steps)
     start = _start(problem, initial_error, warm_up)
     largest = correction_max_lr(problem, alpha)
 
@@ -268,11 +266,7 @@ def _minimise(
 
 def _bias_variance(problem: Constants) -> Numbers:
     """Return s = σ_0² + σ_a², the variance of one observed bias."""
-    for name in ("noise_growth", "peer_noise_growth"):
-        growth = getattr(problem, name)
-        check(
-            name, growth, np.equal(growth, 0), "must be 0 here", "Theorem 3 assumes bounded noise"
-        )
+    problem.check_bounded_noise("Theorem 3 assumes bounded noise")
     return problem.noise**2 + problem.peer_variance
 
 

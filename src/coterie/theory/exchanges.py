@@ -27,7 +27,15 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.theory.constants import Constants, Numbers, as_numbers, check, check_alpha, check_steps
+from coterie.theory.constants import (
+    Constants,
+    Numbers,
+    as_numbers,
+    check,
+    check_alpha,
+    check_lr,
+    check_steps,
+)
 from coterie.theory.descent import alone
 
 Kind: TypeAlias = Literal["stale", "local"]
@@ -214,20 +222,10 @@ def _checked(
     counts: tuple[Numbers, Numbers],
     smoothness: Numbers,
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    for name in ("noise_growth", "peer_noise_growth"):
-        check(name, getattr(problem, name), np.equal(getattr(problem, name), 0), "must be 0 here")
-    alpha, steps = check_alpha(alpha), check_steps(counts[0])
-    lr, every = as_numbers("lr", lr), as_numbers("every", counts[1])
+    problem.check_bounded_noise()
+    alpha, steps, every = check_alpha(alpha), check_steps(counts[0]), as_numbers("every", counts[1])
     check("every", every, np.greater_equal(every, 1), "must be at least 1")
-    check("lr", lr, np.greater(lr, 0), "must be positive")
-    limit = 1 / (2 * every * smoothness)
-    check(
-        "lr",
-        lr,
-        np.less_equal(lr, limit * (1 + 1e-9)),
-        "must keep κ at most 1/2",
-        f"take {np.min(limit):g}",
-    )
+    lr = check_lr(lr, 1 / (2 * every * smoothness), "must keep κ at most 1/2")
     return alpha, lr, steps, every
 
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from coterie.errors import KnobError
 from coterie.gradients.simplex import water_filling
 from coterie.theory.choices import averaging_cost, best_alpha, least_noise_alpha
-from coterie.theory.constants import Constants, Numbers, check, check_steps
+from coterie.theory.constants import Constants, Numbers, check_pl, check_steps
 from coterie.theory.correction import (
     Correction,
     best_beta,
@@ -104,10 +104,7 @@ def best_averaging(peers: Peers, steps: float, tau: ArrayLike | None = None) -> 
     Reference: Appendix C.2, “Choice of the weights”, with m_k for each peer.
     """
     steps = float(check_steps(steps))
-    check(
-        "pl", peers.pl, np.greater(peers.pl, 0), "must be positive for a cost in terms of the loss"
-    )
-    price = peers.smoothness / (peers.pl * steps)
+    price = peers.smoothness / (float(check_pl(peers.pl)) * steps)
     growth, floor = np.asarray(peers.bias_growth), np.asarray(peers.bias_floor)
     tried: list[Averaging] = []
     left, worth = 1.0, 2 * price * peers.noise**2

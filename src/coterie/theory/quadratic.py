@@ -8,7 +8,6 @@ only.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,8 +17,7 @@ from scipy.linalg import solve_discrete_lyapunov
 from coterie.errors import KnobError
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
 from coterie.rules.knobs import Knob, decided
-from coterie.theory.dynamics import Dynamics, HeldDynamics
-from coterie.theory.linear_gaussian import FloatArray, Transition
+from coterie.theory.dynamics import Dynamics, FloatArray, Transition
 from coterie.theory.quadratic_engine import Quadratic, QuadraticEngine, QuadraticUsers, TrueBias
 
 __all__ = ["NoisyQuadratic", "Quadratic"]
@@ -231,9 +229,7 @@ class NoisyQuadratic(QuadraticUsers):
         curvature, pull, variance = self.average(
             {} if isinstance(rule, Alone) else rule.weights(self.names), *work
         )
-        every = self.exchange_every
-        make = Dynamics if every == 1 else partial(HeldDynamics, every=every)
-        alone = make(
+        alone = Dynamics(
             curvature=own,
             gap=curvature - own,
             pull=pull,
@@ -242,6 +238,7 @@ class NoisyQuadratic(QuadraticUsers):
             drift_variance=self.vector(self.drift) ** 2,
             lr=lr,
             average_from=average_from,
+            every=self.exchange_every,
         )
         match rule:
             case Alone():
@@ -249,13 +246,9 @@ class NoisyQuadratic(QuadraticUsers):
             case WeightedAveraging():
                 return replace(alone, alpha=decided("alpha", rule.alpha))
             case BiasCorrection():
-                alpha, beta, first = (
-                    decided("alpha", rule.alpha),
-                    decided("beta", rule.beta),
-                    rule.start == "first",
-                )
+                alpha, beta = decided("alpha", rule.alpha), decided("beta", rule.beta)
                 corrected = replace(alone, alpha=alpha, beta=beta, correction=rule.correction)
-                return replace(corrected, first=first, warm_up=rule.warm_up)
+                return replace(corrected, first=rule.start == "first", warm_up=rule.warm_up)
             # g_avg − c is an unbiased copy of g_0
             case OracleCorrection(bias=TrueBias() as oracle, tau=None):
                 zeros = np.zeros(self.dim)

@@ -18,7 +18,7 @@ from coterie.engines.engine import Answers, Capabilities, LocalWork, Question
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, weighted_sum
 from coterie.recording.costs import Traffic
-from coterie.theory.linear_gaussian import FloatArray
+from coterie.theory.dynamics import FloatArray
 from coterie.users.sampling import random_key
 
 PerCoordinate: TypeAlias = float | Sequence[float] | npt.NDArray[Any]
@@ -179,18 +179,18 @@ class QuadraticEngine:
         peers, answered = weighted_sum(own, each, [weights[name] for name in names])
         return Gradients(own=own, peers=peers, answered=answered, x=x, own_loss=loss)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Let peers take steps of their own; see `WorksLocally.local_work`."""
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Let peers take steps of their own; see `Asks.ask`."""
         work = question.work or LocalWork(1, 1.0)
-        given = {}
+        followed = {}
         for point, peer in (~question.weights.isnan()).nonzero().tolist():
             name, user = self.names[peer], self.problem.peers[peer]
 
             def gradient(x: Tensor, k: int, name: str = name, user: Quadratic = user) -> Tensor:
                 return self._gradient(name, user, x, question.step + k)
 
-            given[point, peer] = work.followed(question.points[point], gradient, point)
-        return partial(Answers.of, question, given, self.names)
+            followed[point, peer] = work.followed(question.points[point], gradient, point)
+        return partial(Answers.of, question, followed, self.names)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""

@@ -20,8 +20,7 @@ from coterie.learners.spec import RunSpec
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
-from coterie.methods.elsewhere import ClientsElsewhere
-from coterie.methods.rehearsal import gradients_asked
+from coterie.methods.elsewhere import ClientsElsewhere, gradients_asked
 from coterie.methods.rounds import LR, Method, Rounds
 from coterie.methods.variance.own_variance import OwnVariance
 from coterie.recording.configuration import Configuration, StepSettings
@@ -192,15 +191,15 @@ def with_estimates(
 ) -> Configuration:
     """Return a configuration with the constants at the start, or with why they are not measured.
 
-    Elsewhere gradients may have a price: only `anywhere` measures on an engine whose users are not
-    in this process. For `known` see `before_training`.
+    Only where a rule's knobs could be set by them, and all users are in this process: elsewhere
+    gradients may have a price. `anywhere` measures in any case. For `known` see `before_training`.
     """
     if configuration.estimates or configuration.not_measured:
         return configuration
     if not algorithm.averages:
         why = "they are for a rule that averages gradients of peers" if anywhere else ""
         return replace(configuration, not_measured=why)
-    if not (engine.capabilities.local or anywhere):
+    if not (anywhere or (engine.capabilities.local and not algorithm.guards_itself)):
         return configuration
     if not engine.capabilities.local:
         require(engine, "rows", "`measure`")

@@ -20,9 +20,7 @@ from coterie.training.many import train_many
 
 
 def contributions_to(
-    spec: RunSpec,
-    groups: Mapping[str, Sequence[str]] | None,
-    permutations: int,
+    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
 ) -> dict[str, Contribution]:
     """Return what peers contribute to user 0; see `Run.contributions`."""
     names = [peer.name for peer in spec.peers]

@@ -79,19 +79,20 @@ class Loop:
     def advance(self, most: int) -> Mapping[int, Taken]:
         """Take a step in every run; at most so many in a single one whose steps are captured."""
         if self._count == 1:
-            blocks = self.each(lambda run: run.take_block(most))
+            blocks = self.each(
+                lambda run: None if run.captured is None else run.take_block(run.captured, most)
+            )
             taken = {place: block for place, block in blocks.items() if block is not None}
             if taken or not self.going:
                 return taken
         learners = [learner for run in self.going.values() for learner in run.learners]
         answers = {} if self.asks is None else self.asks.ask(learners)
         self.each(lambda run: run.ask(answers))
-        self.each(self._take) if self._count == 1 else self._take(*self.going.values())
+        if self._count == 1:
+            self.each(lambda run: self.steps.take(run.stacks))
+        else:
+            self.steps.take([stack for run in self.going.values() for stack in run.stacks])
         return self.each(OngoingRun.advanced)
-
-    def _take(self, *runs: OngoingRun) -> None:
-        stepping = [learner for run in runs for learner in run.stepping]
-        self.steps.take([stack for learner in stepping for stack in learner.stacks])
 
     def follow_up(self, taken: Mapping[int, Taken]) -> list[int]:
         """Evaluate, save and tell the hooks after a step, as is due; return the runs that hooks end."""

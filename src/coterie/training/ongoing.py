@@ -24,6 +24,7 @@ from coterie.gradients.gradients import is_finite
 from coterie.learners.captured import Captured
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
+from coterie.learners.stack import Stack
 from coterie.recording import checkpoint
 from coterie.recording.checkpoint import RunFolder
 from coterie.recording.claim import Claim
@@ -217,6 +218,7 @@ class OngoingRun(ResumableRun):
         self._told_of_gradients = False
         self.learners = [learner] if guard is None else [learner, guard.shadow]
         self.stepping: Sequence[Learner] = ()  # the learners whose next step is asked for
+        self.stacks: list[Stack] = []  # and their parameters
         # whether the state is that after a whole step, evaluated where that is due
         self.whole = True
         # what the validation set says before the first step
@@ -308,13 +310,11 @@ class OngoingRun(ResumableRun):
         gradients = (p.grad for p in self.learner.model.parameters())
         return next((gradient._version for gradient in gradients if gradient is not None), 0)
 
-    def take_block(self, most: int) -> Taken | None:
+    def take_block(self, captured: Captured, most: int) -> Taken | None:
         """Take at most so many captured steps; None where the next is no such step."""
-        if self.captured is None:
-            return None
         self.whole = False
         with blaming("the model, the loss or the optimizer"):
-            losses = self.captured.advance(most)
+            losses = captured.advance(most)
         return None if losses is None else self.took(losses)
 
     def took(self, losses: list[float]) -> Taken:
@@ -339,27 +339,21 @@ class OngoingRun(ResumableRun):
         if not is_finite(step.own):
             raise self._not_finite(step)
         self.whole = False
-        self._taken, self.stepping = self._written(step), self.learners[:1]
+        try:
+            step.write()
+        except GradientError as error:  # the rule's direction is not finite
+            if self.guard is None:
+                self.whole = True
+                raise self._not_finite(step, str(error)) from error
+            warnings.warn(f"{error}; the run goes on from the model trained alone", stacklevel=4)
+            step = self._restarted(self.guard)
+            step.write()
+        self._taken, self.stepping = step, self.learners[:1]
         # steps of this size may suit a method, and be too long alone
         if alone is not None and is_finite(alone.own):
             alone.write()
             self.stepping = self.learners
-
-    def _written(self, step: NextStep) -> NextStep:
-        """Write a step's directions and return it.
-
-        Where the rule's direction is not finite, one as of Alone, or an error.
-        """
-        try:
-            step.write()
-        except GradientError as error:
-            if self.guard is None:
-                self.whole = True
-                raise self._not_finite(step, str(error)) from error
-            warnings.warn(f"{error}; the run goes on from the model trained alone", stacklevel=5)
-            step = self._restarted(self.guard)
-            step.write()
-        return step
+        self.stacks = [stack for learner in self.stepping for stack in learner.stacks]
 
     def advanced(self) -> Taken:
         """Go on after the step that was asked for and taken."""

@@ -57,12 +57,10 @@ class Run:
     # loss and metrics on the test set, evaluated once, when the run has ended
     test: Mapping[str, float]
     stopped: Stopped | None = None  # what ended the run early
-    models: Mapping[str, nn.Module] = field(
-        default_factory=dict, repr=False
-    )  # of every user, where a method makes them
-    alone: nn.Module | None = field(
-        default=None, repr=False
-    )  # the one trained alone beside it, with which the verdict compares
+    # of every user, where a method makes them
+    models: Mapping[str, nn.Module] = field(default_factory=dict, repr=False)
+    # the one trained alone beside it, with which the verdict compares
+    alone: nn.Module | None = field(default=None, repr=False)
     # what could not be written to `out`, and why; empty where all of the run is there
     unwritten: str = ""
     # what was asked for, with everybody's examples

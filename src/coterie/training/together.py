@@ -44,9 +44,8 @@ class SharedAnswers:
         for place, run in runs.items():
             for learner in run.learners:
                 parts = [place]
-                if isinstance(
-                    learner, AdaptiveLearner
-                ):  # part 0 is all examples, as others see this user
+                # part 0 is all examples, as others see this user
+                if isinstance(learner, AdaptiveLearner):
                     folds = [
                         pool.stream(users[place], size, seed, part)
                         for part in learner.points.parts[1:]

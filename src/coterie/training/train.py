@@ -34,8 +34,9 @@ def train(spec: RunSpec) -> Run:
     At every step all users compute a gradient at the same point, the rule makes a direction of
     them, and the optimizer follows it (Algorithm 1). The model that is passed in is not changed;
     the one returned shares its frozen parameters. Ctrl-C ends the run after the step it is in, with
-    everything saved; pressed twice it stops at once. Before the first step the theory's constants
-    are measured, in sixteen passes that change nothing; see docs/estimates.md.
+    everything saved; pressed twice it stops at once. Before the first step of a rule that has knobs
+    the theory's constants are measured, in sixteen passes that change nothing; see
+    docs/estimates.md.
 
     Example:
         >>> import torch

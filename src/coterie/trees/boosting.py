@@ -285,9 +285,9 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
         for _ in range(growth.depth):
             asked = Level(trees, levels)
             sums = own.answer(asked)
-            theirs = yield asked
-            if theirs is not None:
-                sums = sums + theirs
+            answered = yield asked
+            if answered is not None:
+                sums = sums + answered
             splits, left, right = _best(sums, bins, growth)
             levels = (*levels, splits)
         sides = np.stack([left, right], 2).reshape(len(left), -1, 3)

@@ -162,7 +162,7 @@ class Histograms:
         rows: Array = sums[self.bins.starts[-2] :, :, :, 2].sum((0, 2))
         return rows
 
-    def checked(self, numbers: Array, root: Array | None = None) -> Array:
+    def checked(self, numbers: Array, root: Array | None = None, peers: int = 1) -> Array:
         """Return the sums in an answer, or in a weighted sum of answers; refuse what cannot be.
 
         A `DataError` where numbers are not finite, columns do not add up to the same, or rows have
@@ -172,11 +172,14 @@ class Histograms:
             numbers: what was answered.
             root: how many rows were in the root of each tree, where that is known: there may not be
                 more in its nodes.
+            peers: of how many it is the sum; none tells of more than the question says.
         """
         sums, units = numbers.reshape(self.shape) * self._units, self._units
         left = "its histograms are left out"
         if not np.isfinite(sums).all():
             raise DataError(f"a histogram holds numbers that are not finite; {left}")
+        if np.abs(numbers).max() > peers * (1 + 1e-6):
+            raise DataError(f"a histogram tells of more rows than a peer says it has; {left}")
         totals = np.add.reduceat(sums, self.bins.starts[:-1], axis=0)
         slack = 1e-6 * np.abs(sums).sum(0) + ROUNDING * units
         if (np.abs(totals - totals[-1:]) > slack).any():

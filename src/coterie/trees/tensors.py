@@ -82,10 +82,10 @@ class Trees(nn.Module):
         down = np.asarray(nodes.threshold, dtype=np.float32)
         # rounded down: a single-precision input is on the side where it was
         down = np.where(down > nodes.threshold, np.nextafter(down, np.float32(-np.inf)), down)
-        given: dict[str, Any] = nodes._asdict() | {"threshold": down}
-        given |= {"base": base, "logarithm": logarithm}
+        settings: dict[str, Any] = nodes._asdict() | {"threshold": down}
+        settings |= {"base": base, "logarithm": logarithm}
         with torch.no_grad():
-            for name, value in given.items():
+            for name, value in settings.items():
                 held: Tensor = getattr(made, name)
                 held.copy_(torch.as_tensor(np.array(value)))
         return made

@@ -89,8 +89,8 @@ def candidates(
     lanes = len(KINDS) * (int(folds.max()) + 2) * len(outputs_grown(family, own[1].shape[1]))
     most = MOST if elsewhere is None else MOST_ELSEWHERE
     if (peers or elsewhere) and Bins.of(own[0]).starts[-1] * lanes <= most:
-        how: dict[str, Any] = {"held_out": held_out, "seed": seed, "growth": growth}
-        blocks += boosted(own, peers, family, folds, elsewhere=elsewhere, **how)
+        settings: dict[str, Any] = {"held_out": held_out, "seed": seed, "growth": growth}
+        blocks += boosted(own, peers, family, folds, elsewhere=elsewhere, **settings)
     return blocks
 
 
@@ -133,10 +133,10 @@ def boosted(
         bins=bins,
         **settings,
     )
-    theirs = [(x, units.to(y)) for x, y in peers]
+    others = [(x, units.to(y)) for x, y in peers]
     equal = np.ones((len(peers), weights.shape[1]))
     if elsewhere is None:
-        ask = peers_here(bins, theirs, equal, **settings)
+        ask = peers_here(bins, others, equal, **settings)
     else:
         about = (family.name, bins, np.asarray(units.shift), units.scale, weights.shape[1])
 
@@ -176,8 +176,8 @@ def _block(
         rows = torch.as_tensor(held_out, dtype=torch.float32)
         with torch.no_grad():
             outputs = np.stack([each(rows).double().numpy() for each in made], 1)
-    given = [Predictor(each) for each in made]
-    return Candidates(kind, blind, predictors=given, held_out=outputs, alone=alone)
+    predictors = [Predictor(each) for each in made]
+    return Candidates(kind, blind, predictors=predictors, held_out=outputs, alone=alone)
 
 
 def forest(

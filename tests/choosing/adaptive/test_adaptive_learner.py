@@ -18,7 +18,6 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import AdaptiveAveraging, InProcess, User
-from coterie.choosing.adaptive.directions import PeerSums
 from coterie.choosing.adaptive.evaluations import split
 from coterie.choosing.adaptive.schedule import Schedule
 from coterie.engines.attacks import Attacked
@@ -337,7 +336,7 @@ def test_a_trunk_follows_no_sum_that_is_longer_than_peers_may_send() -> None:
     learner.longest.fill_(2.0)
     sums, own = torch.zeros_like(learner.peers.x), torch.ones_like(learner.alone.x)
     sums[:2, 0] = torch.tensor([0.9, 1.1])
-    learner.direct(own, PeerSums(sums, sums.new_full((5,), 0.5)))  # half has answered
+    learner.direct(own, sums, sums.new_full((5,), 0.5))  # half has answered
     torch.testing.assert_close(learner.peers.direction[:2, 0], sums.new_tensor([1.8, 0.0]))
     assert not learner.peers.direction[:, 1:].any()
     # held back towards 0, where the setting has weight decay

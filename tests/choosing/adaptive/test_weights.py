@@ -3,9 +3,13 @@
 import numpy as np
 import torch
 
-from coterie.choosing.adaptive.directions import WithoutOutliers
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.weights import FittedWeights, PeerWeights
+from coterie.choosing.adaptive.weights import (
+    FACTORED,
+    FittedWeights,
+    PeerWeights,
+    WithoutOutliers,
+)
 from coterie.engines.engine import Answers, PeerEvidence
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 
@@ -109,3 +113,34 @@ def test_without_a_bound_no_gradient_is_too_long() -> None:
     near = WithoutOutliers.of(answers, torch.zeros(1), bounded=False, names=["a", "b", "c"])
     assert not near.outlier.any()
     assert not near.left_out
+
+
+def test_many_peers_are_weighed_by_factors_as_by_gram_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    many = FACTORED + 40
+    by_factors, by_gram = FittedWeights(many), FittedWeights(many)
+    by_gram._to_gram()
+    for look in range(25):  # more and more columns: in the end it has to be a Gram matrix
+        rows, own = torch.randn(many, 4, generator=generator), torch.randn(4, generator=generator)
+        by_factors.add(rows + own, own)
+        by_gram.add(rows + own, own)
+        np.testing.assert_allclose(by_factors.weights, by_gram.weights, atol=1e-7)
+        assert bool(by_factors.factors) == (look < 15)
+    np.testing.assert_allclose(by_factors.gram, by_gram.gram, atol=1e-5)
+    np.testing.assert_allclose(by_factors.tau(), by_gram.tau(), atol=1e-7)
+
+
+def test_a_peer_that_is_missing_among_many_keeps_its_weight_about() -> None:
+    generator = torch.Generator().manual_seed(0)
+    fitted, own = FittedWeights(FACTORED), torch.ones(3)
+    for look in range(4):
+        rows = own + torch.randn(FACTORED, 3, generator=generator)
+        rows[0] = torch.nan if look % 2 else own
+        fitted.add(rows, own)
+    assert fitted.factors
+    assert fitted.weights.argmax() == 0
+    again = FittedWeights(FACTORED)
+    again.load_state_dict(fitted.state_dict())
+    for each in (fitted, again):
+        each.add(own + torch.randn(FACTORED, 3, generator=generator.manual_seed(1)), own)
+    np.testing.assert_array_equal(again.weights, fitted.weights)

@@ -15,7 +15,7 @@ from torch.nn import functional as f
 
 import coterie
 from coterie import Alone, BiasCorrection, User, WeightedAveraging
-from coterie.benchmark.networks import cnn
+from coterie.benchmark.sets.user_set import cnn
 from coterie.engines.in_process import copies
 from coterie.learners.captured import Captured, StackBlock
 from coterie.rules import FormulaRule, Knob

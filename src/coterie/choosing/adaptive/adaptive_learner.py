@@ -17,10 +17,12 @@ the rows that they did not see (`evaluations`). This file takes the steps of all
 `schedule` says at which step what is done, `weights` and `peer_weights` whom the trunks follow.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import compress
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,10 +30,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.closed_form import CLOSED_FORM, LAST_LAYER, ClosedForms
-from coterie.choosing.adaptive.directions import PeerSums, WithoutOutliers, followed, peer_sums
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.choosing.adaptive.weights import Array, PeerWeights
+from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
 from coterie.choosing.e_steps import ESteps
 from coterie.choosing.mixture import A_FIT, account_of
 from coterie.engines.engine import Answers, Engine, Question
@@ -89,7 +90,10 @@ class AdaptiveLearner(Learner):
         self.schedule = Schedule.of(spec.steps)
         self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds)
         start, d = self.points.start(), self.points.d
-        self.alone = self._own_stack(start[:d].expand(len(self._own_parts), -1))
+        # the part of the own examples that each copy of alone, and of the branch, sees
+        self.parts = [*range(self.n_folds + 1)] * len(self.settings)
+        self.judging = [*range(1, self.n_folds + 1)]  # the part that judges each trunk
+        self.alone = self._own_stack(start[:d].expand(len(self.parts), -1))
         self.branch: Stack | None = None
         self.peers = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
         stacks = {"alone": self.alone, "peers": self.peers}
@@ -99,7 +103,9 @@ class AdaptiveLearner(Learner):
         self.origins = torch.zeros_like(self.alone.x)  # towards which the branch is held back
         decays = [each.decay for each in self.settings]
         self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
-        self.trunk_weights = self._tensor(self.peer_weights.of_trunks())
+        self._collect()
+        self._weights = self.peer_weights.of_trunks()
+        self.trunk_weights = self._tensor(self._weights)
         self.pooled_weights = self.trunk_weights[-1:].clone()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
@@ -116,16 +122,6 @@ class AdaptiveLearner(Learner):
     def followed(self) -> Any:
         """The rule that was asked for."""
         return self.spec.rule
-
-    @property
-    def half(self) -> int:
-        """The branch's first step."""
-        return self.schedule.half
-
-    @property
-    def _own_parts(self) -> list[int]:
-        """The part of the own examples that each copy of alone, and of the branch, sees."""
-        return [*range(self.n_folds + 1)] * len(self.settings)
 
     def _own_stack(self, x: Tensor) -> Stack:
         """Return copies that follow the own examples, each by its setting's step size."""
@@ -145,99 +141,96 @@ class AdaptiveLearner(Learner):
         """
         if not self.looks.paths:
             self._look()
-        points, judges = self._points("peers"), self.schedule.judges(self.step)
-        in_trunk = self.step < self.half
+        points, judges = self._points("peers"), self.step in self.schedule.judging
+        in_trunk = self.step < self.schedule.half
         weights = self.trunk_weights if in_trunk else self.pooled_weights
-        own, parts = [self._points("alone")], self._own_parts
+        own, parts = [self._points("alone")], self.parts
         if self.branch is not None:
             own.append(self._points("branch"))
             parts = parts * 2
         if self.buffers["peers"].shape[1]:  # running statistics are those of the own examples
             own.append(points)
-            parts = [*parts, *([*self._judging(), 0] if in_trunk else [0])]
+            parts = [*parts, *([*self.judging, 0] if in_trunk else [0])]
         self._asks = judges or self.last_exchange is None or not self._holds()
         if judges:
             self._pooled = self.peer_weights.by_size
         if not self._asks:
             points, weights = points[:0], self._nobody
-        each = self._judging() if judges else ()
+        each = self.judging if judges else ()
         return Question(torch.cat([points, *own]), self.step, weights, own=parts, each=each)
 
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step of all copies that the answers make; asked for here when None."""
         answers = self.points.ask(self.question()) if answers is None else answers
         asked = len(self.peers.x) if self._asks else 0
-        own, loss = (each[0] for each in self.own_answers(answers))
+        given, losses = cast("Tensor", answers.sums), cast("Tensor", answers.losses)
+        own, sums, answered = given[asked:], given[:asked], answers.answered
         if not self._asks and self.last_exchange is not None:  # between exchanges: the last sums
-            peers = PeerSums(self.last_exchange["sums"], self.last_exchange["answered"])
-            return NextStep(own, loss, {}, partial(self._take, answers, peers))
-        if answers.judged is None:
-            take = partial(self._take, answers, peer_sums(answers, asked))
-            return NextStep(own, loss, answers.left_out, take)
+            sums, answered = self.last_exchange["sums"], self.last_exchange["answered"]
+        if not self._asks or answers.judged is None:
+            take = partial(self._take, answers, own, sums, answered)
+            return NextStep(own[0], losses[0], answers.left_out if self._asks else {}, take)
         bounded, names = self.spec.norm_bound is not None, self.engine.names
         near = WithoutOutliers.of(answers, self.longest[:-1], bounded=bounded, names=names)
-        return NextStep(own, loss, near.left_out, partial(self._take_judging, answers, near))
+        take = partial(self._take_judging, answers, own, sums, near)
+        return NextStep(own[0], losses[0], near.left_out, take)
 
-    def _take_judging(self, answers: Answers, near: WithoutOutliers) -> None:
+    def _take_judging(
+        self, answers: Answers, own: Tensor, sums: Tensor, near: WithoutOutliers
+    ) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
         self.longest.copy_(torch.cat([near.longest, near.longest.max()[None]]).nan_to_num(0.0))
-        sums = PeerSums(*near.sums(answers, self.trunk_weights))
+        sums, answered = near.sums(sums, answers.answered, self.trunk_weights)
         self.peer_weights.fit(near)
         self._weigh()
         self.grams += 1
         self.costs.compute(
-            [self.costs.me], int(self.points.parts[self._judging()[0]].sum()), times=self.n_folds
+            [self.costs.me], int(self.points.parts[self.judging[0]].sum()), times=self.n_folds
         )
         if self.sketch:
             self.costs.exchange(self.engine.names, down=0, up=self.n_folds * self.sketch)
-        self._take(replace(answers, left_out=near.left_out), sums)
+        self._take(replace(answers, left_out=near.left_out), own, sums, answered)
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
-        self.trunk_weights.copy_(self._tensor(self.peer_weights.of_trunks()))
+        self._weights = self.peer_weights.of_trunks()
+        self.trunk_weights.copy_(self._tensor(self._weights))
         self.pooled_weights.copy_(self.trunk_weights[-1:])
 
-    def own_answers(self, answers: Answers) -> tuple[Tensor, Tensor]:
-        """Return user 0's gradients and losses."""
-        if answers.sums is None or answers.losses is None:
-            raise AssertionError("sums were asked for, and user 0")
-        return answers.sums[len(self.peers.x) if self._asks else 0 :], answers.losses
-
-    def _take(self, answers: Answers, peers: PeerSums) -> None:
-        """Take the step of all copies."""
-        self._keep(answers, peers)
-        self.direct(self.own_answers(answers)[0], peers)
-        if self.buffers["peers"].shape[1] and answers.buffers is not None:
-            ends = [len(each) for each in self.buffers.values()]
-            parts = torch.split(answers.buffers, [*ends[:1], *ends[2:], ends[1]])
-            alone, *branch, theirs = parts
-            self.buffers |= {"alone": alone, "peers": theirs} | (
-                {"branch": branch[0]} if branch else {}
-            )
-
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        """The parameters of all copies."""
-        return (self.alone, self.peers) + (() if self.branch is None else (self.branch,))
-
-    def direct(self, own: Tensor, peers: PeerSums) -> None:
-        """Write the directions of all copies: the peers' sums, or own gradients with weight decay."""
-        copies = len(self.alone.x)
-        torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
-        followed(peers, self.longest, out=self.peers.direction)
-        if self.branch is not None:
-            away = self.branch.x - self.origins
-            ours = own[copies : 2 * copies]
-            torch.addcmul(ours, self.decays, away, out=self.branch.direction)
-
-    def _keep(self, answers: Answers, peers: PeerSums) -> None:
-        """Keep what the peers said for the steps up to the next exchange, where there are any."""
+    def _take(self, answers: Answers, own: Tensor, sums: Tensor, answered: Tensor) -> None:
+        """Take the step of all copies; keep what the peers said for the steps up to the next exchange."""
         silent = gave_nothing(answers.left_out) if answers.left_out else ()
         self._gave = np.array([name not in silent for name in self.engine.names])
         if answers.refused is not None:
             self._gave = ~answers.refused.numpy()
         if self.exchange_every > 1 and self._asks:
-            self.last_exchange = {"sums": peers.sums.clone(), "answered": peers.answered.clone()}
+            self.last_exchange = {"sums": sums.clone(), "answered": answered.clone()}
+        self.direct(own, sums, answered)
+        if self.buffers["peers"].shape[1] and answers.buffers is not None:
+            ends = [len(each) for each in self.buffers.values()]
+            alone, *branch, peers = torch.split(answers.buffers, [*ends[:1], *ends[2:], ends[1]])
+            self.buffers |= {"alone": alone, "peers": peers} | (
+                {"branch": branch[0]} if branch else {}
+            )
+
+    def direct(self, own: Tensor, sums: Tensor, answered: Tensor) -> None:
+        """Write the directions of all copies.
+
+        The peers' sums, or nothing where they are far too long; own gradients with weight decay.
+        """
+        copies = len(self.alone.x)
+        torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
+        answered = answered.clamp(min=1e-12)
+        near = sums.norm(dim=-1) <= self.longest * answered
+        torch.div(
+            sums,
+            torch.where(near, answered, math.inf).unsqueeze(-1),
+            out=self.peers.direction,
+        )
+        if self.branch is not None:
+            away = self.branch.x - self.origins
+            ours = own[copies : 2 * copies]
+            torch.addcmul(ours, self.decays, away, out=self.branch.direction)
 
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken.
@@ -245,9 +238,9 @@ class AdaptiveLearner(Learner):
         Fork the trunk at its end, and evaluate where it is time.
         """
         self._count(n)
-        self.state = {"step": self.step + n, "weight": float(self.step < self.half)}
+        self.state = {"step": self.step + n, "weight": float(self.step < self.schedule.half)}
         self.step += n
-        if self.step == self.half:
+        if self.step == self.schedule.half:
             self._fork()
         if self.step == self.schedule.steps:
             self._close()
@@ -279,9 +272,9 @@ class AdaptiveLearner(Learner):
     def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
         """Write the directions of all copies on the examples drawn; return user 0's loss."""
         answers = self.points.on(self.question(), drawn[0])
-        own, losses = self.own_answers(answers)
-        self.direct(own, peer_sums(answers, len(self.peers.x)))
-        return losses[0]
+        sums, asked = cast("Tensor", answers.sums), len(self.peers.x)
+        self.direct(sums[asked:], sums[:asked], answers.answered)
+        return cast("Tensor", answers.losses)[0]
 
     def taken(self, n: int, losses: Tensor) -> None:
         """Count n steps of a block; nothing else is made of their losses."""
@@ -311,6 +304,11 @@ class AdaptiveLearner(Learner):
             self.origins = torch.stack([x[row].mean(0) for row in begin])
             self.branch = self._own_stack(self.origins)
             self.buffers["branch"] = torch.stack([held[row].mean(0) for row in begin])
+        self._collect()
+
+    def _collect(self) -> None:
+        copies = self.alone, self.peers, self.branch
+        self.stacks = tuple(each for each in copies if each is not None)
 
     def _close(self) -> None:
         """Find, at the end, what has a closed form."""
@@ -383,7 +381,7 @@ class AdaptiveLearner(Learner):
         if test is not None:
             on_test = partial(self.looks.losses, test)
         return account_of(self.looks.fitted(), self.tau(), len(self.spec.me), on_test) | {
-            "steps": self.schedule.judged(self.step),
+            "steps": [step for step in self.schedule.judging if step < self.step],
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(self.engine.names, kappa[:, 1:].T.tolist(), strict=True))
             if kappa.size
@@ -396,10 +394,6 @@ class AdaptiveLearner(Learner):
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
         }
-
-    def _judging(self) -> list[int]:
-        """Return the part of the own examples that judges each trunk."""
-        return list(range(1, self.n_folds + 1))
 
     def _tensor(self, values: list[Array] | Array) -> Tensor:
         return torch.from_numpy(np.array(values)).to(self.x)
@@ -414,27 +408,26 @@ class AdaptiveLearner(Learner):
 
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
-        own, weights = len(self.alone.x), self.peer_weights.of_trunks()
-        if self.step >= self.half:
+        own, weights = len(self.alone.x), self._weights
+        if self.step >= self.schedule.half:
             own, weights = own * (1 + (self.branch is not None)), weights[-1:]
-        elif self.schedule.judges(self.step):  # everybody is asked at every trunk
+        elif self.step in self.schedule.judging:  # everybody is asked at every trunk
             weights = [*[np.ones(len(self.engine.names))] * self.n_folds, self._pooled]
         self.costs.compute([self.costs.me], times=own * n)
         if not self._asks:
             return
         for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
             self.gradients_asked += n * bool(row.any())
-            given = [
-                name for name, yes in zip(self.engine.names, (row != 0) & gave, strict=True) if yes
-            ]
+            given = list(compress(self.engine.names, ((row != 0) & gave).tolist()))
             self.costs.compute(given, times=n)
             self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
-        names = ("step", "half", "state", "longest", "origins", "buffers", "last_exchange")
+        names = ("step", "state", "longest", "origins", "buffers", "last_exchange")
         return {
             **{name: getattr(self, name) for name in names},
+            "half": self.schedule.half,
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),
             "alone": self.alone.state_dict(),
@@ -458,6 +451,7 @@ class AdaptiveLearner(Learner):
         self.branch = None if state["branch"] is None else self._own_stack(state["branch"]["x"])
         if self.branch is not None:
             self.branch.load_state_dict(state["branch"])
+        self._collect()
         self.buffers, self.last_exchange = dict(state["buffers"]), state["last_exchange"]
         self.origins, self.longest = (state[name].to(self.x) for name in ("origins", "longest"))
         self.peer_weights.load_state_dict(state)

@@ -18,7 +18,7 @@ class Schedule:
 
     Example:
         >>> schedule = Schedule.of(60)
-        >>> schedule.half, [step for step in range(60) if schedule.judges(step)][:4]
+        >>> schedule.half, [*schedule.judging][:4]
         (30, [0, 2, 4, 6])
         >>> sorted(schedule.evaluations)
         [0, 1, 2, 3, 5, 10, 17, 30, 31, 32, 33, 35, 40, 47, 60]
@@ -45,13 +45,10 @@ class Schedule:
         second = {min(self.half + step, self.steps) for step in second}
         return frozenset({0, self.half, self.steps, *first, *second})
 
-    def judges(self, step: int) -> bool:
-        """Say whether a step judges every peer by itself."""
-        return step < self.half and step % self.between_grams == 0
-
-    def judged(self, steps: int) -> list[int]:
-        """Return which of the first steps judge."""
-        return list(range(0, min(steps, self.half), self.between_grams))
+    @functools.cached_property
+    def judging(self) -> range:
+        """The steps that judge every peer by itself."""
+        return range(0, self.half, self.between_grams)
 
     def exchanges(self, every: int) -> tuple[int, int]:
         """Return in how many steps of each half peers are asked.
@@ -64,7 +61,7 @@ class Schedule:
         """
         asked = {
             *range(0, self.steps, every),
-            *self.judged(self.steps),
+            *self.judging,
             min(self.half, self.steps - 1),
         }
         first = sum(step < self.half for step in asked)

@@ -1,6 +1,8 @@
 """Whom to listen to: the peers' weights, fitted to user 0's gradient at points that do not know its examples."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -8,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.choosing.adaptive.directions import WithoutOutliers
 from coterie.choosing.adaptive.schedule import Schedule
-from coterie.engines.engine import Engine
-from coterie.gradients.simplex import simplex_minimum
+from coterie.engines.engine import Answers, Engine, PeerEvidence, combined
+from coterie.gradients.simplex import simplex_minimum, simplex_minimum_low_rank
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -27,6 +28,15 @@ MIN_SHARE = 0.25
 
 A network that can fit everything fits wrong labels
 too, however small their weight: only zero keeps them out."""
+
+FACTORED = 200
+"""From so many peers on, what they lack is kept itself while it has four times fewer columns: a
+Gram matrix of all peers would grow with their square."""
+
+FAR = 10.0
+"""A gradient counts as missing where it is more than so many times as long as is usual (`PeerEvidence.lengths`), of
+all steps so far the largest. One step would not do: good peers' gradients may vanish while
+another's does not."""
 
 COLUMNS = {"cpu": 2**15}
 """For a Gram matrix so many columns of the gradients are multiplied at a time, which stay in a near cache; the
@@ -56,7 +66,10 @@ class FittedWeights:
     """
 
     def __init__(self, n_peers: int, steps: int = 1) -> None:
-        self.gram, self.counts = np.zeros((1 + n_peers,) * 2), np.zeros((1 + n_peers,) * 2)
+        empty = np.zeros((1 + n_peers if n_peers < FACTORED else 0,) * 2)
+        self.gram, self.counts = empty, empty.copy()  # none while there are factors
+        self.factors: list[Array] = []  # L of each Gram matrix, zero where a peer is missing
+        self.answers = np.zeros(1 + n_peers)  # how often each was there
         self.added, self.steps = np.zeros(1 + n_peers), steps  # running means of v_k
         self.kappa: list[Array] = []
         self.norms: list[Array] = []
@@ -68,32 +81,60 @@ class FittedWeights:
         `added`, (N,), is the variance of the noise that each peer has added to its row; none when
         None.
         """
-        fresh = _gram(rows, own)
-        there = np.isfinite(fresh)
-        self.counts += there
-        rate = np.where(there, np.maximum(1 / np.maximum(self.counts, 1), 1 / GRAM_MEMORY), 0.0)
         self.norms.append(rows.norm(dim=1).double().cpu().numpy())
-        if added is not None:  # no more is believed than there can be
-            noise = np.append(0.0, np.fmin(added, self.norms[-1] ** 2))
-            self.added += (noise - self.added) * np.diag(rate)
-            fresh = fresh - np.diag(noise)
-        self.gram += np.where(there, fresh - self.gram, 0.0) * rate
-        answered = np.append(True, np.diag(self.counts)[1:] > 0)  # ever: the others get nothing
-        kappa, gram = (
-            np.zeros(len(self.gram)),
-            (self.gram + self._noise_left(rows))[np.ix_(answered, answered)],
-        )
-        kappa[answered] = simplex_minimum(
-            (1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram))
+        there = np.append(True, np.isfinite(self.norms[-1]))
+        self.answers += there
+        noisy = added is not None and bool(added.any())
+        columns = rows.shape[1] * (len(self.factors) + 1)
+        if not self.gram.size and not noisy and 4 * columns <= len(rows):
+            self.factors.append(np.where(there[:, None], _lacking(rows, own).double().cpu(), 0.0))
+        else:
+            self._to_gram()
+            self._add(_gram(rows, own), added if noisy else None)
+        answered = self.answers > 0  # ever: the others get nothing
+        kappa = np.zeros(len(answered))
+        kappa[answered] = (
+            self._by_gram(answered, rows) if self.gram.size else self._by_factors(answered)
         )
         self.kappa.append(kappa)
         if kappa[1:].sum() > 1e-9:
             self.weights = kappa[1:] / kappa[1:].sum()
 
+    def _add(self, fresh: Array, added: Array | None) -> None:
+        """Take a Gram matrix into the mean."""
+        there = np.isfinite(fresh)
+        self.counts += there
+        rate = np.where(there, np.maximum(1 / np.maximum(self.counts, 1), 1 / GRAM_MEMORY), 0.0)
+        if added is not None:  # no more is believed than there can be
+            noise = np.append(0.0, np.fmin(added, self.norms[-1] ** 2))
+            self.added += (noise - self.added) * np.diag(rate)
+            fresh = fresh - np.diag(noise)
+        self.gram += np.where(there, fresh - self.gram, 0.0) * rate
+
+    def _to_gram(self) -> None:
+        """Make the Gram matrix of the factors so far, where it is kept from now on."""
+        if not self.gram.size:
+            self.gram, self.counts = (np.zeros((len(self.answers),) * 2) for _ in range(2))
+        for factor in self.factors:
+            there = np.where(factor.any(1), 1.0, np.nan)
+            self._add((factor * there[:, None]) @ factor.T * there, None)
+        self.factors = []
+
+    def _by_gram(self, answered: NDArray[np.bool_], rows: Tensor) -> Array:
+        gram = (self.gram + self._noise_left(rows))[np.ix_(answered, answered)]
+        return simplex_minimum((1 - SHRINKAGE) * gram + SHRINKAGE * np.diag(np.diag(gram)))
+
+    def _by_factors(self, answered: NDArray[np.bool_]) -> Array:
+        """Return the same in O(N), where all were always there; else about that."""
+        factor = np.concatenate(self.factors, 1)[answered]
+        factor = factor / np.sqrt(self.answers[answered])[:, None]
+        diagonal = SHRINKAGE * np.square(factor).sum(1)
+        return simplex_minimum_low_rank(math.sqrt(1 - SHRINKAGE) * factor, diagonal)
+
     def _noise_left(self, rows: Tensor) -> Array:
         """Return what of the noise that peers add counts against them, on a diagonal."""
         n, m = rows.shape
-        unknown = 2 * np.sqrt(n / (m * np.maximum(np.diag(self.counts), 1)))
+        unknown = 2 * np.sqrt(n / (m * np.maximum(self.answers, 1)))
         return np.diag(self.added * np.minimum(1.0, 1 / self.steps + unknown))
 
     def tau(self) -> Array:
@@ -103,7 +144,7 @@ class FittedWeights:
         """
         late = np.array(self.kappa[self._late()])[:, 1:]
         late = late[late.sum(1) > 1e-9]
-        n, answered = len(self.weights), np.diag(self.counts)[1:] > 0
+        n, answered = len(self.weights), self.answers[1:] > 0
         if not len(late):
             return np.asarray(answered / answered.sum() if answered.any() else np.full(n, 1 / n))
         tau = (late / late.sum(1, keepdims=True)).mean(0)
@@ -115,11 +156,17 @@ class FittedWeights:
 
         0 for a peer that never answered.
         """
-        each = np.array(self.norms).T  # (N, Gram matrices)
-        late = (one[self._late()] if np.isfinite(one[self._late()]).any() else one for one in each)
-        return np.array(
-            [np.median(one[np.isfinite(one)]) if np.isfinite(one).any() else 0.0 for one in late]
-        )
+        norms = np.array(self.norms)  # (Gram matrices, N)
+        norms[~np.isfinite(norms)] = np.nan
+        missed = np.isnan(norms[self._late()]).all(0)
+        found = np.zeros(norms.shape[1])
+        for rows, which in (
+            (norms[self._late()], ~missed),
+            (norms, missed & (self.answers[1:] > 0)),
+        ):
+            if which.any():
+                found[which] = np.nanmedian(rows[:, which], axis=0)
+        return found
 
     def _late(self) -> slice:
         return slice(-max(1, len(self.kappa) // 3), None)
@@ -131,21 +178,24 @@ class FittedWeights:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up a state."""
         arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
-        self.gram, self.counts, self.weights = arrays["gram"], arrays["counts"], arrays["weights"]
-        self.kappa, self.norms, self.added = (
-            list(arrays["kappa"]),
-            list(arrays["norms"]),
-            arrays["added"],
-        )
+        for name in ("gram", "counts", "weights", "added", "answers"):
+            setattr(self, name, arrays[name])
+        for name in ("kappa", "norms", "factors"):
+            setattr(self, name, list(arrays[name]))
 
 
 def _gram(rows: Tensor, own: Tensor) -> Array:
     """Return LLᵀ for L = (0, rows) − own, some columns at a time."""
     most, parts = COLUMNS.get(own.device.type, own.numel()), []
     for some, ours in zip(torch.split(rows, most, 1), torch.split(own, most), strict=True):
-        lacking = torch.cat([torch.zeros_like(ours)[None], some]) - ours
+        lacking = _lacking(some, ours)
         parts.append((lacking @ lacking.T).double())
     return np.asarray(torch.stack(parts).sum(0).cpu().numpy())
+
+
+def _lacking(rows: Tensor, own: Tensor) -> Tensor:
+    """Return what nobody and each peer lacks of the own gradient, L."""
+    return torch.cat([torch.zeros_like(own)[None], rows]) - own
 
 
 def sizes(engine: Engine) -> Array:
@@ -181,6 +231,49 @@ def shares(
     counts = np.where(np.isnan(sizes), mean, sizes) / (1 + np.nan_to_num(noise))
     kept = counts if without is None or without.all() else np.where(without, 0.0, counts)
     return np.asarray(kept / kept.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutOutliers:
+    """What the peers are weighed by, without gradients that are far longer than usual."""
+
+    evidence: PeerEvidence
+    left_out: Mapping[str, str]
+    longest: Tensor  # of shape (R,): how long a gradient may be at each point from now on
+    outlier: NDArray[np.bool_]  # of shape (N,): the peers that sent a longer one
+    usual: float  # how long a gradient usually is
+
+    @classmethod
+    def of(
+        cls, answers: Answers, longest: Tensor, *, bounded: bool, names: Sequence[str]
+    ) -> "WithoutOutliers":
+        """Leave out what is far longer than usual; nothing unless `bounded`.
+
+        `longest` (R,) is how long gradients could be before.
+        """
+        if answers.judged is None:
+            raise AssertionError("every peer was asked by itself")
+        lengths, usual = answers.judged.lengths()
+        longest = (
+            torch.fmax(longest, FAR * usual) if bounded else torch.full_like(longest, math.inf)
+        )
+        far = lengths > longest.unsqueeze(1)
+        outlier = far.any(0).cpu().numpy()
+        why = f"more than {FAR:g} times as long as the median of all"
+        out = {name: why for name, one in zip(names, outlier.tolist(), strict=True) if one}
+        kept = answers.judged.without(far)
+        return cls(kept, {**out, **answers.left_out}, longest, outlier, float(usual.mean()))
+
+    def sums(self, sums: Tensor, answered: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the peers' sums at all points, and the weight in each.
+
+        Without outliers where rows are at hand.
+        """
+        judged = len(self.evidence.ours)
+        if self.evidence.theirs.shape[2] < sums.shape[1]:  # sketches: the sums came by themselves
+            return sums, answered
+        first, weight = combined(self.evidence.theirs, weights[:judged])
+        return torch.cat([first, sums[judged:]]), torch.cat([weight, answered[judged:]])
 
 
 class PeerWeights:

@@ -103,3 +103,11 @@ def option_of(name: str) -> str:
         '--own-examples'
     """
     return f"--{name.replace('_', '-')}"
+
+
+def bare_flags(options: list[Any]) -> list[Any]:
+    """Return options of which those that take no value do not look in the help as if they took one."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options

@@ -4,12 +4,16 @@ import ast
 import re
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from typer import Option
 from typer.core import TyperCommand
 
 from coterie.aggregators import AGGREGATORS, Aggregator
-from coterie.cli.options.flags import bare_flags
+from coterie.arguments import settings_of
+from coterie.cli.options.groups import bare_flags
+from coterie.data.table import ColumnSettings
 from coterie.errors import KnobError, did_you_mean
 from coterie.evaluation import METRICS
 from coterie.methods import METHODS
@@ -50,10 +54,50 @@ class Command(TyperCommand):
                     else option.help
                 )
         super().format_help(ctx, formatter)
-        for option, text in zip(
-            options, texts, strict=True
-        ):  # more may be registered before the next time
+        # more may be registered before the next time
+        for option, text in zip(options, texts, strict=True):
             option.help = text
+
+
+ID = Option("--id", metavar="COLUMN", help=settings_of(ColumnSettings)["ids"].help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobOptions:
+    """A rule or a method, with its knobs."""
+
+    rule: Annotated[str, Option(metavar="NAME")] = "auto"
+    alpha: Annotated[
+        str | None,
+        Option(
+            metavar="NUMBER|auto",
+            help=(
+                "The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the"
+                " theory advises for the noise and bias that a few batches show before the first"
+                " step."
+            ),
+        ),
+    ] = None
+    beta: Annotated[
+        str | None,
+        Option(
+            metavar="NUMBER|auto",
+            help=(
+                "How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto: as"
+                " for --alpha."
+            ),
+        ),
+    ] = None
+    knob: Annotated[
+        list[str],
+        Option(
+            metavar="NAME=VALUE",
+            help=(
+                "Any knob of the rule or method, e.g. aggregator=median, or local_steps=5;"
+                " repeat it."
+            ),
+        ),
+    ] = field(default_factory=list)
 
 
 def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:
@@ -90,9 +134,8 @@ def _knob(entry: Entry[Any], option: str, name: str, text: str) -> Any:
     except NameError:  # a type that is known to type checkers alone
         hint = Any
     kinds = _members(hint)
-    for kind in sorted(
-        kinds, key=lambda kind: kind is not type(None)
-    ):  # `none` names no aggregator
+    # `none` names no aggregator
+    for kind in sorted(kinds, key=lambda kind: kind is not type(None)):
         try:
             return _read(kind, text)
         except KnobError:

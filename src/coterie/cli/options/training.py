@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from coterie.arguments import settings_of
 from coterie.cli.options.groups import check_effect
-from coterie.cli.options.registered import knobs_of, once
+from coterie.cli.options.registered import ID, KnobOptions, knobs_of, once
 from coterie.data.table import TableSettings
 from coterie.engines.attacks import ATTACKS, under_attack
+from coterie.engines.compression import Compress
 from coterie.engines.processes.engine import Mutual, TorchDistributed
 from coterie.engines.processes.processes import Processes
 from coterie.errors import KnobError
@@ -41,7 +41,7 @@ class TableOptions(TableSettings):
     me: Annotated[
         str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")
     ]
-    ids: Annotated[str | None, Option("--id", help=settings_of(TableSettings)["ids"].help)] = None
+    ids: Annotated[str | None, ID] = None
     validation: Annotated[
         float | None,
         Option(
@@ -60,7 +60,7 @@ class TableOptions(TableSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuleOptions:
+class RuleOptions(KnobOptions):
     """The rule."""
 
     rule: Annotated[
@@ -78,40 +78,15 @@ class RuleOptions:
             ),
         ),
     ] = "auto"
-    alpha: Annotated[
-        str | None,
-        Option(
-            metavar="NUMBER|auto",
-            help=(
-                "The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the"
-                " theory advises for the noise and bias that a few batches show before the first"
-                " step; wga then weighs every peer too, unless --tau does."
-            ),
-        ),
-    ] = None
-    beta: Annotated[
-        str | None,
-        Option(
-            metavar="NUMBER|auto",
-            help=(
-                "How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto:"
-                " what the theory advises; peers whose Hessians differ too much from user 0's are"
-                " then left out, unless --tau names the peers."
-            ),
-        ),
-    ] = None
-    knob: Annotated[
+    tau: Annotated[
         list[str],
         Option(
-            metavar="NAME=VALUE",
+            metavar="NAME=WEIGHT",
             help=(
-                "Any knob of the rule or method, e.g. aggregator=median, or local_steps=5;"
-                " repeat it."
+                "A peer's weight among the peers; repeat it. If left out, `auto` weighs the peers of"
+                " wga, and leaves out those of bc whose Hessians differ too much from user 0's."
             ),
         ),
-    ] = field(default_factory=list)
-    tau: Annotated[
-        list[str], Option(metavar="NAME=WEIGHT", help="A peer's weight among the peers; repeat it.")
     ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -248,7 +223,7 @@ class EngineOptions:
         ),
     ] = "in-process"
     compress: Annotated[
-        Literal["bf16", "fp16"] | None,
+        Compress | None,
         Option(help="torch: round what is sent; what is lost is added to the next message."),
     ] = None
     secure_sums: Annotated[
@@ -271,14 +246,11 @@ class EngineOptions:
     ] = 1
 
     def __post_init__(self) -> None:
-        options: dict[str, Any] = {
-            "compress": self.compress,
-            "timeout": self.timeout,
-        }
+        options: dict[str, Any] = {"compress": self.compress, "timeout": self.timeout}
         options |= {"secure-sums": self.secure_sums}
-        given = [f"`--{name}`" for name, value in options.items() if value]
-        if self.engine != "torch" and given:
-            raise KnobError(f"{given[0]} has no effect without `--engine torch`; leave it out")
+        refused = [f"`--{name}`" for name, value in options.items() if value]
+        if self.engine != "torch" and refused:
+            raise KnobError(f"{refused[0]} has no effect without `--engine torch`; leave it out")
         if self.attack is None:
             check_effect(self, ("attackers",), "--attack")
         elif self.engine == "torch":
@@ -290,11 +262,11 @@ class EngineOptions:
 
     def over(self, processes: Processes, *, everyone: bool) -> Any:
         """Return what makes the engine of a run, over processes of which one trains, or all do."""
-        how: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
-        how |= {"processes": processes} | ({"timeout": self.timeout} if self.timeout else {})
+        settings: dict[str, Any] = {"compress": self.compress, "secure_sums": self.secure_sums}
+        settings |= {"processes": processes} | ({"timeout": self.timeout} if self.timeout else {})
         if not everyone:
-            return functools.partial(TorchDistributed, **how)
-        return functools.partial(Mutual, sums=SumsOnly() if self.secure_sums else None, **how)
+            return functools.partial(TorchDistributed, **settings)
+        return functools.partial(Mutual, sums=SumsOnly() if self.secure_sums else None, **settings)
 
 
 def _weights(pairs: list[str]) -> dict[str, float]:

@@ -245,11 +245,9 @@ class Copies:
                     made.append(mapped(lambda leaf: leaf.unsqueeze(0), output))
                 else:
                     made.append(over_copies(alone, *only))
-        return (
-            together(torch.stack, made)
-            if groups > 1
-            else mapped(lambda leaf: leaf.unsqueeze(0), made[0])
-        )
+        if groups > 1:
+            return together(torch.stack, made)
+        return mapped(lambda leaf: leaf.unsqueeze(0), made[0])
 
     def _through_layers(self, values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Return the outputs of linear layers and activations, computed with the examples last."""

@@ -147,7 +147,7 @@ class InProcess:
         self._user_by_user.keep_buffers(own, buffers)
         return g
 
-    @property
+    @functools.cached_property
     def capabilities(self) -> Capabilities:
         """What this engine can do, which depends on the model and on where the examples are."""
         support = self.support
@@ -218,6 +218,7 @@ class InProcess:
             return self
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
+        other.__dict__.pop("capabilities", None)
         other._user_by_user = self._user_by_user.with_sampler(other.sampler)
         return other
 
@@ -284,14 +285,13 @@ class InProcess:
         with torch.no_grad():
             return rows, self.passes.loss(self.passes.output(x, inputs), targets)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Let peers take steps of their own, which are taken at once.
-
-        See `WorksLocally.local_work`.
-        """
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Ask the peers for steps of their own, or for an E-step; they answer at once. See `Asks.ask`."""
+        if question.e_step is not None:
+            return self._e_step(question.e_step, question)
         if question.batch_size is not None:
             other = self.with_batch_size(question.batch_size)
-            return other.local_work(replace(question, batch_size=None))
+            return other.ask(replace(question, batch_size=None))
         places = [(point, peer) for point, peer in (~question.weights.isnan()).nonzero().tolist()]
         names, rows = tuple(self.names[peer] for _, peer in places), [point for point, _ in places]
         if len(set(names)) < len(names):
@@ -323,11 +323,9 @@ class InProcess:
 
         return work.followed(points, gradients, slice(None))
 
-    def e_step(self, question: Question) -> Callable[[], Answers]:
-        """Let peers answer an E-step, which they do at once; see `AnswersESteps.e_step`."""
-        asked, weights = question.e_step, question.weights[0]
-        if asked is None:
-            raise ValueError("an E-step is asked for by `e_step`")
+    def _e_step(self, asked: AllRows, question: Question) -> Callable[[], Answers]:
+        """Let peers answer an E-step."""
+        weights = question.weights[0]
         rows = torch.full((1, len(self.names), math.prod(asked.shape)), math.nan).double()
         if isinstance(asked, EStep):
             for places, users in self._stacked_users(asked, question.points[0]):

@@ -58,10 +58,8 @@ def _convolution(
         padded = functional.pad(
             inputs.flatten(0, 1), layer._reversed_padding_repeated_twice, mode=mode
         )
-        inputs, padding = (
-            padded.reshape(*inputs.shape[:2], *padded.shape[1:]),
-            (0,) * len(layer.stride),
-        )
+        inputs = padded.reshape(*inputs.shape[:2], *padded.shape[1:])
+        padding = (0,) * len(layer.stride)
     # One user at a time: of what was tried (users as groups, unfolded inputs), nothing was faster.
     n_streams = N_SIDE_STREAMS if inputs.is_cuda else 1
     joins = []

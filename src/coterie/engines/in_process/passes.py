@@ -129,11 +129,9 @@ class Passes:
 
     def take_over(self, other: "Passes") -> None:
         """Take over what is known of a model and a loss like these."""
-        self.per_example, self.vmap_loss, self.whole = (
-            other.per_example,
-            other.vmap_loss,
-            other.whole,
-        )
+        self.per_example = other.per_example
+        self.vmap_loss = other.vmap_loss
+        self.whole = other.whole
         self.by_layer = None if other.by_layer is None else ByLayer(self.model, self.parameters)
         self.bytes_an_example = other.bytes_an_example
 
@@ -155,9 +153,8 @@ class Passes:
         """Warn of a user's batch in which the loss ignores everything."""
         known = self.per_example or self._known
         counts = None if known is None or known.weights is None else known.counts(targets)
-        if (
-            counts is not None and not counts.is_cuda and not bool(counts.any())
-        ):  # a GPU would have to be waited for
+        # a GPU would have to be waited for
+        if counts is not None and not counts.is_cuda and not bool(counts.any()):
             warnings.warn(
                 f"a batch of {name!r} has nothing to learn from: the loss ignores all its targets."
                 " Its gradient is zero; leave out the examples without a target, or let batches be"
@@ -391,9 +388,8 @@ class Passes:
             return self.forward_options.through(lambda i: called(forward, i), inputs)
         values = {**leaves, **(buffers or {})}
         output = self._called(values, inputs)
-        if (
-            buffers
-        ):  # a module may assign a buffer anew, which `functional_call` writes back to `values`
+        # a module may assign a buffer anew, which `functional_call` writes back to `values`
+        if buffers:
             buffers.update({name: values[name].detach() for name in buffers})
         return output
 

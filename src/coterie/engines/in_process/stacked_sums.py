@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.reused_memory import ReusedMemory
@@ -94,8 +94,10 @@ class _Pass:
 class _Layout:
     """How points with these weights are passed."""
 
-    weights: Tensor
-    version: int  # of the weights, which may be changed in place
+    asked: Tensor  # the weights asked for
+    version: int  # of them, since they may be changed in place
+    own: tuple[int, ...]
+    weights: Tensor  # of all columns
     passes: list[_Pass]
     shares: list[Tensor]  # of shape (G, M, R) for each pass: what each example weighs
 
@@ -124,7 +126,8 @@ class StackedSums:
         self.copies, self.pool, self.streams = copies, pool, list(streams)
         self.like = copies.parameters.vector()
         device = self.like.device
-        sizes = torch.tensor([stream.size for stream in streams])
+        self._size_of = [stream.size for stream in streams]
+        sizes = torch.tensor(self._size_of)
         self._table = IndexTable(self.streams, max_entries=2**20)
         self._begins = (sizes.cumsum(0) - sizes).tolist()
         self._whose = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)
@@ -133,7 +136,8 @@ class StackedSums:
         self._layouts: list[_Layout] = []
         # a captured graph reads these where they are, so they stay
         self._captured: dict[int, _Layout] = {}
-        self._each: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
+        self._each: dict[tuple[int, tuple[int, ...]], _Layout] = {}  # of `rows`
+        self._own: dict[tuple[int, ...], Tensor] = {}
         self._memory = ReusedMemory()
 
     def drawn(self, step: int) -> Tensor:
@@ -149,33 +153,40 @@ class StackedSums:
         points: Tensor,
         weights: Tensor,
         drawn: Tensor,
+        own: tuple[int, ...] = (),
         *,
         origins: Tensor | None = None,
         asked: Tensor | None = None,
+        layout: _Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return Σ w_u ∇f_u, (Q, d), and Σ w_u f_u, (Q,), for each row of weights (Q, U) on the examples drawn.
 
         Args:
             points: of shape (P, d).
-            weights: what each column weighs.
+            weights: what each column weighs; where there are fewer, they are those of the last.
             drawn: the examples of a step.
+            own: the columns of further rows, each of which has weight 1 in one.
             origins: the point of each row of weights, (Q,); the one in its place when None.
             asked: which columns are passed over, (Q, U), for weights that change while a captured
                 step goes on; those of weights that are not zero when None. How they are passed is
                 kept for good.
+            layout: how they are passed, where that is known.
         """
-        layout = self._layout(weights) if asked is None else self._kept_layout(asked)
-        out = self._empty((len(weights), self.like.numel()))
-        losses = self.like.new_empty(len(weights))
+        if layout is None:
+            layout = self._layout(weights, own) if asked is None else self._kept_layout(asked)
         shares = (
             layout.shares
             if asked is None
             else [self._shares(each, weights) for each in layout.passes]
         )
+        shape, large = (len(layout.weights), self.like.numel()), self.copies.one_by_one
+        # of a large model gradients are in memory that was used so before
+        out = self._memory.empty(shape, self.like) if large else self.like.new_empty(shape)
+        losses = self.like.new_empty(shape[0])
         for each, plain in zip(layout.passes, shares, strict=True):
             copies = plain.shape[1]
             inputs, targets = self._batches(each, drawn)
-            counts = self.copies.counts(targets)
+            counts = self.copies.counts(targets) if self.copies.weighs else None
             share = plain if counts is None else self._counted(plain, each, counts)
             at = each.outputs if origins is None else origins.index_select(0, each.outputs)
             x = points.index_select(0, at).view(-1, copies, points.shape[1])
@@ -188,26 +199,23 @@ class StackedSums:
 
     def rows(self, points: Tensor, columns: Sequence[int], drawn: Tensor) -> Tensor:
         """Return the gradient of each of these columns at each point, of shape (P, columns, d)."""
-        key = len(points), tuple(columns)
+        key, count = (len(points), tuple(columns)), len(columns)
         if key not in self._each:
-            weights = (
-                torch.eye(len(self.streams))[list(columns)].repeat(len(points), 1).to(self.like)
+            passes = self._cut(
+                [([p * count + i for p in range(len(points))], [u]) for i, u in enumerate(columns)]
             )
-            origins = torch.arange(len(points), device=weights.device).repeat_interleave(
-                len(columns)
-            )
-            self._each[key] = weights, origins
-        weights, origins = self._each[key]
-        rows, _ = self.sums(points, weights, drawn, origins=origins)
-        return rows.view(len(points), len(columns), -1)
-
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor to be filled; for a large model in memory that was used so before."""
-        return (
-            self._memory.empty(shape, self.like)
-            if self.copies.one_by_one
-            else self.like.new_empty(shape)
-        )
+            shares = [
+                (one.there / self._sizes[self._whose[one.rows]])[:, None].expand(
+                    -1, len(one.outputs) // len(one.rows), -1
+                )
+                for one in passes
+            ]
+            of = torch.arange(len(points), device=self.like.device).repeat_interleave(count)
+            self._each[key] = _Layout(of, of._version, (), of, passes, shares)
+        layout = self._each[key]
+        of = layout.asked  # the point of each row
+        rows, _ = self.sums(points, of, drawn, origins=of, layout=layout)
+        return rows.view(len(points), count, -1)
 
     def _batches(self, each: _Pass, drawn: Tensor) -> tuple[Tree, Tree]:
         """Return inputs and targets of a pass, of shape (G, R, …)."""
@@ -241,18 +249,25 @@ class StackedSums:
         )
         return shares * torch.where(totals == 0, 0.0, self._sizes[whose] / totals)[:, None]
 
-    def _layout(self, weights: Tensor) -> _Layout:
+    def joined(self, weights: Tensor, own: tuple[int, ...]) -> Tensor:
+        """Return weights of the last columns as weights of all, and below them rows of one column each."""
+        if own not in self._own:
+            self._own[own] = torch.eye(len(self.streams))[list(own)].to(weights)
+        before = len(self.streams) - weights.shape[1]
+        return torch.cat([nn.functional.pad(weights, (before, 0)), self._own[own]])
+
+    def _layout(self, asked: Tensor, own: tuple[int, ...] = ()) -> _Layout:
         """Return how points with such weights are passed, found out once for weights that stay the same."""
         for layout in self._layouts:
-            if layout.weights is weights and layout.version == weights._version:
+            if layout.asked is asked and layout.version == asked._version and layout.own == own:
                 return layout
+        whole = asked.shape[1] == len(self.streams) and not own
+        weights = asked if whole else self.joined(asked, own)
         passes = self._passes((weights != 0).cpu())
-        fresh = _Layout(
-            weights, weights._version, passes, [self._shares(each, weights) for each in passes]
-        )
-        self._layouts = [fresh, *(each for each in self._layouts if each.weights is not weights)][
-            :MAX_LAYOUTS
-        ]
+        shares = [self._shares(each, weights) for each in passes]
+        fresh = _Layout(asked, asked._version, own, weights, passes, shares)
+        others = (each for each in self._layouts if each.asked is not asked or each.own != own)
+        self._layouts = [fresh, *others][:MAX_LAYOUTS]
         return fresh
 
     def _kept_layout(self, asked: Tensor) -> _Layout:
@@ -267,8 +282,12 @@ class StackedSums:
         Points that need nearly the same share a group; groups of about one size go together.
         """
         needs = [tuple(row.nonzero().flatten().tolist()) for row in asked]
+        return self._cut(self._groups(needs))
+
+    def _cut(self, groups: Iterable[tuple[list[int], list[int]]]) -> list[_Pass]:
+        """Return passes of groups of points, each with all columns that they need."""
         cut: list[tuple[Sequence[int], list[int]]] = []
-        for points, columns in self._groups(needs):
+        for points, columns in groups:
             most = self._most(self._rows(columns))
             cut += [(some, columns) for some in _evenly(points, most)]
         cut.sort(key=lambda group: (len(group[0]), self._rows(group[1])))
@@ -283,16 +302,18 @@ class StackedSums:
         return self.copies.max_copies(self.pool.examples.inputs, max(1, rows))
 
     def _rows(self, columns: Iterable[int]) -> int:
-        return sum(self.streams[column].size for column in columns)
+        return sum(map(self._size_of.__getitem__, columns))
 
     def _groups(self, needs: Sequence[tuple[int, ...]]) -> list[tuple[list[int], list[int]]]:
         """Return points that need nearly the same columns, and all that they need."""
         groups: list[tuple[list[int], dict[int, None], int]] = []
         known: dict[tuple[int, ...], int] = {}
+        holders: dict[int, dict[int, None]] = {}  # the groups that need a column
         for point, wanted in enumerate(needs):
-            rows = self._rows(wanted)
             if wanted not in known:
-                for place, (_, there, least) in enumerate(groups):
+                rows = self._rows(wanted)
+                for place in sorted({place for u in wanted for place in holders.get(u, ())}):
+                    _, there, least = groups[place]
                     union = self._rows(there.keys() | set(wanted))
                     if union <= MAX_EXTRA_EXAMPLES * min(rows, least):
                         groups[place] = (
@@ -305,6 +326,8 @@ class StackedSums:
                 else:
                     known[wanted] = len(groups)
                     groups.append(([], dict.fromkeys(wanted), rows))
+                for u in wanted:
+                    holders.setdefault(u, {})[known[wanted]] = None
             groups[known[wanted]][0].append(point)
         return [(points, list(there)) for points, there, _ in groups]
 

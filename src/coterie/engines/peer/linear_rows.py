@@ -35,11 +35,9 @@ def linear_of(model: nn.Module) -> nn.Linear | None:
     if len(leaves) != 1 or type(leaves[0]) is not nn.Linear:
         return None
     layer = leaves[0]
-    return (
-        layer
-        if all(p.requires_grad and p.is_floating_point() for p in layer.parameters())
-        else None
-    )
+    if all(p.requires_grad and p.is_floating_point() for p in layer.parameters()):
+        return layer
+    return None
 
 
 def rows_key(work: AllRows, x: Tensor) -> Hashable:

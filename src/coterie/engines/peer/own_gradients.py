@@ -176,11 +176,9 @@ class OwnGradients:
 
         With caps it is not for user 0 to choose.
         """
-        return (
-            request.seed
-            if self._secret is None
-            else secret_number(self._secret, f"seed {request.seed}")
-        )
+        if self._secret is None:
+            return request.seed
+        return secret_number(self._secret, f"seed {request.seed}")
 
     @functools.cached_property
     def _draws(self) -> OwnDraws | None:
@@ -196,8 +194,7 @@ class OwnGradients:
         if not isinstance(self.user.examples, InMemory):
             return self.user.batch(size, seed=seed, step=step)
         stream = BatchStream(random_key(seed, self.user.name), len(self.user), size)
-        if (
-            self._table is None or self._table[0] != stream
-        ):  # indices are drawn for several steps at a time
+        # indices are drawn for several steps at a time
+        if self._table is None or self._table[0] != stream:
             self._table = stream, IndexTable([stream])
         return self.user.take(self._table[1].row(step, request.points.device), seed=seed, step=step)

@@ -310,9 +310,8 @@ class Peer:
             "norm": norm,  # the largest
         }
         line |= {} if request.e_step is None else {"e_step": request.e_step.told}
-        if not self.ledger.give(
-            given, at_most=self.caps.gradients, **line
-        ):  # another process was faster
+        # another process was faster
+        if not self.ledger.give(given, at_most=self.caps.gradients, **line):
             return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
         return Reply(
             gradients, seconds=0.0 if masked else time.perf_counter() - began, examples=self.size

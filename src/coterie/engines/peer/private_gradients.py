@@ -177,9 +177,8 @@ class PrivateGradients:
             if bool(holds.all()):
                 return total
             holds = holds.cpu()
-            if bool(
-                holds.any()
-            ):  # one that needs a pass by itself does not change how others are passed
+            # one that needs a pass by itself does not change how others are passed
+            if bool(holds.any()):
                 rest = self._by_rows(x, chosen[~holds], buffers, seed, step)
                 return rest + self._clipped(x, chosen[holds], buffers, seed, step)
         return self._by_rows(x, chosen, buffers, seed, step)
@@ -270,9 +269,8 @@ class PrivateGradients:
     def _look(self, some: Tensor) -> None:
         """Find out whether examples can be mapped, and refuse a model or loss under which they mix."""
         x, (inputs, targets) = self.passes.parameters.vector(), self.user.take(some, seed=0, step=0)
-        if isinstance(
-            self.user.examples, InMemory
-        ):  # a data set's collation may look at several examples
+        # a data set's collation may look at several examples
+        if isinstance(self.user.examples, InMemory):
             try:
                 with warnings_as_errors():
                     self.passes.each_example(x, inputs, targets, self.passes.buffers())
@@ -281,9 +279,8 @@ class PrivateGradients:
                 self._mapped = False
         together, again = (self._together(x, some, seed) for seed in range(2))
         tolerance = max(TOLERANCE, 10 * torch.finfo(x.dtype).eps)  # of a model in half precision
-        if bool(
-            (together - again).norm() > tolerance * together.norm()
-        ):  # model or data set draw random numbers
+        # model or data set draw random numbers
+        if bool((together - again).norm() > tolerance * together.norm()):
             return
         rows = torch.cat([self._rows(x, piece, None, 0, 0) for piece in self._pieces(x, some)])
         if not bool((together - rows.mean(0)).norm() <= tolerance * together.norm() + 1e-6):

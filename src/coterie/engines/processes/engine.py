@@ -168,7 +168,7 @@ class TorchDistributed(Remote):
         return replace(mine, peers=peers, answered=share, left_out=found.left_out)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
-        """Ask the peers at several points in one exchange; see `AsksAtPoints.ask`."""
+        """Ask the peers at several points in one exchange; see `Asks.ask`."""
         self._check_told_to_end()
         if self.sums_only is None:
             return super().ask(question)

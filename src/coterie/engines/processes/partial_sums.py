@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.compression import SKETCH, Sketch, sketch_key
+from coterie.engines.compression import SKETCH, Sketch, decoded, sketch_key
 from coterie.engines.engine import Answers, Question
 from coterie.engines.peer import Peer
-from coterie.engines.remote.messages import answer_message, decoded
+from coterie.engines.remote.messages import answer_message
 from coterie.engines.requests import to_array
 from coterie.privacy.masks import digest_of
 from coterie.privacy.sums import SumsOnly
@@ -88,10 +88,7 @@ class PartialSums:
     """
 
     def __init__(
-        self,
-        peer: Peer,
-        sums: SumsOnly | None,
-        pass_on: Callable[[str, dict[str, Any]], None],
+        self, peer: Peer, sums: SumsOnly | None, pass_on: Callable[[str, dict[str, Any]], None]
     ) -> None:
         self.peer, self.sums, self._pass_on = peer, sums, pass_on
         self._open: dict[int, _Open] = {}

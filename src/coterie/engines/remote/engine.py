@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from coterie.arguments import COUNT, POSITIVE, one_of
-from coterie.engines.compression import HALVES, Compress, Rounding, relative_error
+from coterie.arguments import COUNT, POSITIVE
+from coterie.engines.compression import COMPRESS, HALVES, Compress, Rounding, relative_error
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.remote.masked import MaskedGroups, SecureSums
@@ -32,7 +32,6 @@ from coterie.users.user import Loss, User, check_names
 
 logger = logging.getLogger(__name__)
 
-COMPRESS = one_of(*HALVES, None)
 """What numbers may be rounded to on the way."""
 
 
@@ -189,14 +188,14 @@ class Remote:
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
-        """Ask each site at those points where it has a weight, in one exchange.
-
-        See `AsksAtPoints.ask`.
-        """
+        """Ask each site at those points where it has a weight, in one exchange; see `Asks.ask`."""
+        if question.e_step is not None and self._sums is not None:
+            return self._summed_e_step(self._sums, question)
         if self._sums is not None:
             raise KnobError(
                 "masked sums are of gradients at one point, and have no rows; ask by `gradients`"
             )
+        question = question if question.e_step is None else replace(question, rows=True)
         waiting = self._asked(question)
 
         def answers() -> Answers:
@@ -227,18 +226,12 @@ class Remote:
         ]
         return partial(self._answers, question, asked, waiting, left_out)
 
-    def local_work(self, question: Question) -> Callable[[], Answers]:
-        """Let sites take steps of their own; see `WorksLocally.local_work`."""
-        return self.ask(question)
-
-    def e_step(self, question: Question) -> Callable[[], Answers]:
-        """Let sites answer an E-step; see `AnswersESteps.e_step`. Under masks their sum comes."""
-        if self._sums is None:
-            return self.ask(replace(question, rows=True))
-        sums, form = self._sums.sums, question.form
+    def _summed_e_step(self, masked: SecureSums, question: Question) -> Callable[[], Answers]:
+        """Let sites answer an E-step under masks: their sum comes."""
+        sums, form = masked.sums, question.form
         weights = dict(zip(self.names, question.weights[0].nan_to_num().tolist(), strict=True))
         request = self._request(question.points.detach(), question.step, e_step=question.e_step)
-        waiting = self._sums.ask(pack_request(request), weights)
+        waiting = masked.ask(pack_request(request), weights)
 
         def answers() -> Answers:
             summed, left_out = waiting()

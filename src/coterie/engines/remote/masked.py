@@ -115,9 +115,8 @@ class MaskedGroups:
         self._sites = sites
         self._tau = {name: dict.fromkeys(group, 1 / len(group)) for name, group in groups.items()}
 
-        transport = CountedTransport(
-            sites, timeout, "", names
-        )  # `Remote` counts what groups send and get, as one site each
+        # `Remote` counts what groups send and get, as one site each
+        transport = CountedTransport(sites, timeout, "", names)
         sums = {name: MaskedSums(misses=misses, largest=largest) for name in groups}
         self._sums = {name: SecureSums(each, transport, batch_size) for name, each in sums.items()}
 

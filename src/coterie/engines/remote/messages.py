@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.compression import relative_error
+from coterie.engines.compression import decoded, encoded, relative_error
 from coterie.engines.engine import AllRows, LocalWork
 from coterie.engines.peer import Peer
 from coterie.engines.requests import Request, to_array
@@ -24,7 +24,6 @@ from coterie.mixture.scaling import Scaling
 from coterie.privacy.masks import N_CHECKS, NoiseShare, Words
 from coterie.trees.histograms import Histograms
 
-FLOATS = (np.float16, np.float32, np.float64)
 MAX_EXTRA_BYTES = 4096
 """How many bytes a message may have beside the gradients."""
 
@@ -35,7 +34,7 @@ def pack_request(request: Request, points: Tensor | None = None) -> dict[str, An
     With `points` in place of its own, which may be in half precision.
     """
     buffers = {name: to_array(buffer) for name, buffer in request.buffers.items()}
-    sent = to_array(request.points) if points is None else _encoded(points)
+    sent = to_array(request.points) if points is None else encoded(points)
     message = vars(request) | {"points": sent, "buffers": buffers}
     work, e_step = message.pop("work"), message.pop("e_step")
     if isinstance(e_step, Histograms):
@@ -103,7 +102,7 @@ def answer_message(
     about |= {} if reply.noise is None else {"noise": reply.noise}
     # under masks it would tell of the gradient
     about |= {"rounding": rounding} if rounding and not masked else {}
-    return {"gradients": _encoded(gradients), **about}
+    return {"gradients": encoded(gradients), **about}
 
 
 def read_reply(name: str, reply: Any, step: int, points: Tensor) -> Tensor | str | None:
@@ -163,7 +162,8 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     """Return the request in a message, for this peer's model, or what is wrong with it."""
     if not isinstance(message, dict):
         return "a request must have fields"
-    points, parameters = decoded(message.get("points")), peer.passes.parameters
+    sent, parameters = decoded(message.get("points")), peer.passes.parameters
+    points = None if sent is None else sent.to(parameters.device, parameters.dtype)
     if points is None or not is_finite(points):
         return f"a point must be {parameters.size} finite floating-point numbers"
     work = _read_work(message.get("work"), parameters)
@@ -179,7 +179,7 @@ def _read_request(peer: Peer, message: Any) -> Request | str:
     ):
         return "buffers must be arrays by name"
     return Request(
-        points.to(parameters.device, parameters.dtype),
+        points,
         **numbers,
         buffers={name: torch.from_numpy(np.array(buffer)) for name, buffer in buffers.items()},
         frozen=None if frozen is None else str(frozen),
@@ -226,28 +226,3 @@ def _read_e_step(message: Any) -> AllRows | str | None:
     priors = Priors(*(held[name] for name in Priors._fields))
     scaling = Scaling(**{name: held[name] for name in of_scaling}, intercept=intercept)
     return EStep(family, scaling, priors, told, examples, layer)
-
-
-def _encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array to send.
-
-    Of bfloat16, which NumPy does not have, its bits as whole numbers of 16 bits.
-    """
-    plain = tensor.detach().cpu()
-    return (
-        np.array(plain.view(torch.int16).numpy())
-        if plain.dtype == torch.bfloat16
-        else to_array(plain)
-    )
-
-
-def decoded(array: Any) -> Tensor | None:
-    """Return the numbers of an array; None where it is not one of floating-point numbers.
-
-    They are where they came, and not to be changed, unless torch cannot read them there.
-    """
-    if not isinstance(array, np.ndarray) or array.dtype not in (*FLOATS, np.int16):
-        return None
-    plain = array if array.flags.c_contiguous and array.flags.behaved else np.array(array)
-    numbers = torch.from_numpy(plain)
-    return numbers.view(torch.bfloat16) if array.dtype == np.int16 else numbers

@@ -4,6 +4,7 @@ Gradients, or its part of sums that hide the parts.
 """
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,10 +54,14 @@ class Responder:
         self, method: str, arguments: Mapping[str, Any], caller: str = "user 0"
     ) -> dict[str, Any]:
         """Answer what a transport has carried here, of what can be asked, from one it knows."""
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             return {"refused": "there is no such question"}
-        named = {"caller": caller} if METHODS[method] else {}
-        answer: dict[str, Any] = getattr(self, method)(**{**arguments, **named})
+        named, asked = {"caller": caller} if METHODS[method] else {}, getattr(self, method)
+        try:
+            given = inspect.signature(asked).bind(**{**arguments, **named})
+        except TypeError:
+            return {"refused": "the question has other arguments"}
+        answer: dict[str, Any] = asked(**given.arguments)
         return answer
 
     def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:

@@ -55,20 +55,16 @@ class MemberSite(Answering):
     @publish
     def check(self) -> dict[str, Any]:
         """Say why others would not answer to the end what this site plans."""
-        return (
-            self.run.check(CollabSites(relayed=True))
-            if by_server() and self.run is not None
-            else {}
-        )
+        if by_server() and self.run is not None:
+            return self.run.check(CollabSites(relayed=True))
+        return {}
 
     @publish
     def train(self) -> dict[str, Any]:
         """Train; it returns when the run has ended."""
-        return (
-            self.run.train(CollabSites(relayed=True))
-            if by_server() and self.run is not None
-            else {}
-        )
+        if by_server() and self.run is not None:
+            return self.run.train(CollabSites(relayed=True))
+        return {}
 
     @publish
     def state(self) -> dict[str, Any]:

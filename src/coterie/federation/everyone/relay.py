@@ -52,7 +52,7 @@ def relay(
             states = sites.ask(names, "state", patience / 4).wait()
             for name, one in members.items():
                 one.hear(name, states.get(name))
-            files.write_json(out / MEMBERS, {name: one.told() for name, one in members.items()})
+            files.write_json(out / MEMBERS, {name: one.to_plain() for name, one in members.items()})
             if (
                 now := min(
                     (one.tenth for one in members.values() if not one.is_over), default=tenth
@@ -62,7 +62,7 @@ def relay(
                 logger.warning(
                     "steps taken: %s", ", ".join(f"{name} {one}" for name, one in members.items())
                 )
-        files.write(out / SUMMARY, f"{told_of(members)}\n".encode())
+        files.write(out / SUMMARY, f"{ended_in_words(members)}\n".encode())
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Standing:
     steps: int = 0
     ended: bool = False
     failed: str | None = None
-    heard: float = field(default_factory=time.monotonic)  # when it was heard of last
+    last_seen: float = field(default_factory=time.monotonic)  # when it was heard of last
     silent: bool = False
 
     def __str__(self) -> str:
@@ -84,7 +84,9 @@ class Standing:
     def is_over(self) -> bool:
         """Whether nothing more is to be expected of its run in this job."""
         return (
-            self.ended or self.failed is not None or time.monotonic() - self.heard > self.patience
+            self.ended
+            or self.failed is not None
+            or time.monotonic() - self.last_seen > self.patience
         )
 
     @property
@@ -95,13 +97,13 @@ class Standing:
     def hear(self, name: str, state: Any) -> None:
         """Take over what a site says of itself, and tell what is new."""
         if not isinstance(state, Mapping):
-            if not self.silent and time.monotonic() - self.heard > self.patience / 4:
+            if not self.silent and time.monotonic() - self.last_seen > self.patience / 4:
                 self.silent = True
                 logger.warning("%s does not answer", name)
             return
         if self.silent:
             logger.warning("%s is back", name)
-        self.heard, self.silent = time.monotonic(), False
+        self.last_seen, self.silent = time.monotonic(), False
         step, steps, failed = (state.get(key) for key in ("step", "steps", "failed"))
         self.step, self.steps = (
             number if type(number) is int and number >= 0 else 0 for number in (step, steps)
@@ -113,12 +115,12 @@ class Standing:
             self.failed = printable(failed, 100)
             logger.warning("%s has failed with %s, and says there why", name, self.failed)
 
-    def told(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """Return what is written down."""
         return {"step": self.step, "steps": self.steps, "ended": self.ended, "failed": self.failed}
 
 
-def told_of(members: Mapping[str, Standing]) -> str:
+def ended_in_words(members: Mapping[str, Standing]) -> str:
     """Return in a few lines who has ended."""
     ended = [f"{name} ({one.step} steps)" for name, one in members.items() if one.ended]
     lines = [

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import NOT_NEGATIVE, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps, weighed
+from coterie.arguments import NOT_NEGATIVE, POSITIVE, checked
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 
 LEAST_LOSS = 1e-10
@@ -18,6 +17,7 @@ It divides by powers of losses.
 
 
 @dataclass(frozen=True)
+@checked(weight_lr=POSITIVE)
 class AFL(LocalSteps):
     """Minimise the loss of the worst mixture of all users: those who fare worst count most.
 
@@ -48,10 +48,6 @@ class AFL(LocalSteps):
     weight_lr: float = 0.01
     averaged: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        POSITIVE("weight_lr", self.weight_lr)
-
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: x, and users weighted by their examples."""
         return {"step": 0, "x": x, "mean": x} | weighed(users.shares)
@@ -66,7 +62,7 @@ class AFL(LocalSteps):
         x, step, weights = state["x"], state["step"], state["weights"]
         start = x.expand(len(users.names), -1)
         losses = users.losses(start, step)
-        points = local_steps(users, start, step, self.local_steps, lr=lr)
+        points = users.local_steps(start, step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         here = users.moved(weights, torch.zeros_like(weights))
         x = (here / here.sum()) @ points if here.sum() > 0 else users.mean(points)
@@ -78,6 +74,7 @@ class AFL(LocalSteps):
 
 
 @dataclass(frozen=True)
+@checked(q=NOT_NEGATIVE)
 class QFFL(LocalSteps):
     """Minimise a power of the losses, so that a user counts the more the larger its loss is.
 
@@ -105,14 +102,6 @@ class QFFL(LocalSteps):
     local_steps: int = 1
     q: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        NOT_NEGATIVE("q", self.q)
-
-    def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: x."""
-        return {"step": 0, "x": x}
-
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         x, step, q = state["x"], state["step"], self.q
@@ -121,7 +110,7 @@ class QFFL(LocalSteps):
             .nan_to_num(0.0, posinf=0.0)
             .clamp(min=LEAST_LOSS)
         )
-        points = local_steps(users, x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
+        points = users.local_steps(x.expand(len(users.names), -1), step, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.numel() + 1)
         moves = (x - points) / lr
         powers = losses**q

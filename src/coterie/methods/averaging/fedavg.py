@@ -10,10 +10,9 @@ from typing import Literal
 from torch import Tensor
 
 from coterie.aggregators import Aggregator
-from coterie.arguments import function, one_of, optional
+from coterie.arguments import checked, function, one_of, optional
 from coterie.errors import KnobError, blaming
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 _AGGREGATOR = optional(
@@ -25,6 +24,7 @@ _AGGREGATOR = optional(
 
 
 @dataclass(frozen=True)
+@checked(shares=one_of("examples", "equal"), aggregator=_AGGREGATOR)
 class FedAvg(LocalSteps):
     """Average the models that all users have trained for a few steps from the last average.
 
@@ -58,18 +58,9 @@ class FedAvg(LocalSteps):
     shares: Literal["examples", "equal"] = "examples"
     aggregator: Aggregator | Callable[[Tensor], Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("examples", "equal")("shares", self.shares)
-        _AGGREGATOR("aggregator", self.aggregator)
-
-    def init(self, users: Clients, x: Tensor) -> State:
-        """Return the state before the first round: x."""
-        return {"step": 0, "x": x}
-
     def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
         """Return where the local steps lead."""
-        return local_steps(users, start, step, self.local_steps, lr=lr)
+        return users.local_steps(start, step, self.local_steps, lr=lr)
 
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""

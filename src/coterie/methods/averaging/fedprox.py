@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import NOT_NEGATIVE
+from coterie.arguments import NOT_NEGATIVE, checked
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients, Pull
 
 
 @dataclass(frozen=True)
+@checked(penalty=NOT_NEGATIVE)
 class FedProx(FedAvg):
     """Average the models of all users, each trained with a penalty on its distance from the last average.
 
@@ -34,10 +35,6 @@ class FedProx(FedAvg):
     """
 
     penalty: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        NOT_NEGATIVE("penalty", self.penalty)
 
     def walk(self, users: Clients, start: Tensor, step: int, lr: float) -> Tensor:
         """Return where the local steps lead."""

@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from coterie.arguments import COUNT
+from coterie.arguments import COUNT, checked
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
-from coterie.methods.local import local_steps
 from coterie.methods.rounds import METHOD, Method
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(together=METHOD, rounds=COUNT)
 class FineTuning:
     """Train one model together for some rounds, then let every user continue from it alone.
 
@@ -42,10 +42,6 @@ class FineTuning:
     rounds: int
     together: Method = field(default_factory=FedAvg)
 
-    def __post_init__(self) -> None:
-        METHOD("together", self.together)
-        COUNT("rounds", self.rounds)
-
     @property
     def gradients_a_round(self) -> int:
         """How many gradients user 0 computes in a round."""
@@ -69,7 +65,7 @@ class FineTuning:
             models = self.together.models(together)
             return following | {"step": together["step"], "together": together, "models": models}
         points, count = state["models"].expand(users.personal, -1), self.gradients_a_round
-        points = local_steps(users, points, state["step"], count, lr=lr)
+        points = users.local_steps(points, state["step"], count, lr=lr)
         return following | {"step": state["step"] + count, "models": points}
 
     def models(self, state: State) -> Tensor:

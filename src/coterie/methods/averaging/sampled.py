@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import COUNT
+from coterie.arguments import COUNT, checked
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import METHOD, Method
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(method=METHOD, peers=COUNT)
 class Sampled:
     """Play the rounds of a method with user 0 and a sample of its peers.
 
@@ -37,10 +38,6 @@ class Sampled:
 
     method: Method
     peers: int
-
-    def __post_init__(self) -> None:
-        METHOD("method", self.method)
-        COUNT("peers", self.peers)
 
     @property
     def gradients_a_round(self) -> int:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import SHARE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import SHARE, checked
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(mixing=SHARE)
 class APFL(LocalSteps):
     """Train an own model so that its mixture with the common model is good for the user.
 
@@ -49,10 +49,6 @@ class APFL(LocalSteps):
     local_steps: int = 1
     mixing: float = 0.5
     learned: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        SHARE("mixing", self.mixing)
 
     @property
     def gradients_a_round(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from coterie.arguments import COUNT, POSITIVE
+from coterie.arguments import COUNT, POSITIVE, checked
 from coterie.methods.averaging.fedavg import FedAvg
 from coterie.methods.clients import Clients
 from coterie.methods.rounds import METHOD, Method
@@ -12,6 +12,7 @@ from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(together=METHOD, penalty=POSITIVE, personal_steps=COUNT)
 class Ditto:
     """Train personal models on the own examples, pulled towards a model that all users train.
 
@@ -38,11 +39,6 @@ class Ditto:
     penalty: float = 0.1
     together: Method = field(default_factory=FedAvg)
     personal_steps: int = 1
-
-    def __post_init__(self) -> None:
-        METHOD("together", self.together)
-        POSITIVE("penalty", self.penalty)
-        COUNT("personal_steps", self.personal_steps)
 
     @property
     def gradients_a_round(self) -> int:

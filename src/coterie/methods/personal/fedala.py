@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import COUNT, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.arguments import COUNT, POSITIVE, checked
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(weight_lr=POSITIVE, weight_steps=COUNT)
 class FedALA(LocalSteps):
     """Learn for every number of the model how much of the common model to take before the own steps.
 
@@ -44,11 +44,6 @@ class FedALA(LocalSteps):
     weight_lr: float = 1.0
     weight_steps: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        POSITIVE("weight_lr", self.weight_lr)
-        COUNT("weight_steps", self.weight_steps)
-
     @property
     def gradients_a_round(self) -> int:
         """How many gradients user 0 computes in a round."""
@@ -63,12 +58,11 @@ class FedALA(LocalSteps):
         """Return the state after a round."""
         x, share, step = state["x"], state["share"], state["step"]
         lacking = state["common"] - x
-        for _ in range(
-            self.weight_steps
-        ):  # before the first round lacking is 0, and nothing is learned
+        # before the first round lacking is 0, and nothing is learned
+        for _ in range(self.weight_steps):
             gradient = users.gradients(x + lacking * share, step)
             share = users.moved((share - self.weight_lr * gradient * lacking).clamp(0, 1), share)
-        points = local_steps(users, x + lacking * share, step + 1, self.local_steps, lr=lr)
+        points = users.local_steps(x + lacking * share, step + 1, self.local_steps, lr=lr)
         users.exchange(down=x.shape[1], up=x.shape[1])
         moved = users.moved(points, x)
         return {

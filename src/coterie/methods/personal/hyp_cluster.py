@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import COUNT, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.arguments import COUNT, POSITIVE, checked
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import seeded
 
 
 @dataclass(frozen=True)
+@checked(clusters=COUNT, spread=POSITIVE)
 class HypCluster(LocalSteps):
     """Let every user choose the best of q models by its loss, and average within each choice.
 
@@ -50,11 +50,6 @@ class HypCluster(LocalSteps):
     local_steps: int = 1
     spread: float = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        COUNT("clusters", self.clusters)
-        POSITIVE("spread", self.spread)
-
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: q models around x; every user has the first."""
         models = x.repeat(self.clusters, 1)
@@ -72,7 +67,7 @@ class HypCluster(LocalSteps):
         x, step = state["x"], state["step"]
         losses = users.losses_over_all(x, step)
         cluster = users.moved(losses.nan_to_num(torch.inf).argmin(0), state["cluster"])
-        points = local_steps(users, x[cluster], step + 1, self.local_steps, lr=lr)
+        points = users.local_steps(x[cluster], step + 1, self.local_steps, lr=lr)
         users.exchange(down=x.numel(), up=x.shape[1] + 1)
         p = users.shares * (cluster == torch.arange(len(x), device=x.device).unsqueeze(1))
         total = p.sum(1, keepdim=True)

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import POSITIVE, real
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.arguments import POSITIVE, checked, real
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import uniform
 
 
 @dataclass(frozen=True)
+@checked(penalty=POSITIVE, probability=real("lie between 0 and 1", lambda p: 0 < p < 1))
 class L2GD(LocalSteps):
     """Toss a coin: with probability p move towards the mean of all models, else by the own gradient.
 
@@ -47,11 +47,6 @@ class L2GD(LocalSteps):
     penalty: float = 0.1
     probability: float = 0.5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        POSITIVE("penalty", self.penalty)
-        real("lie between 0 and 1", lambda p: 0 < p < 1)("probability", self.probability)
-
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""
         return {"step": 0, "x": x.repeat(len(users.names), 1)}
@@ -65,7 +60,7 @@ class L2GD(LocalSteps):
                 centre = users.mean(x)
                 x = users.moved(centre + kept**heads * (x - centre), x)
                 users.exchange(down=x.shape[1], up=x.shape[1])
-            x = local_steps(users, x, step, 1, lr=lr / (1 - p))
+            x = users.local_steps(x, step, 1, lr=lr / (1 - p))
         return {"step": state["step"] + self.local_steps, "x": x}
 
 

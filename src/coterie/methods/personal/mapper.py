@@ -7,8 +7,7 @@ from torch import Tensor
 
 from coterie.arguments import SHARE, listed
 from coterie.errors import KnobError
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.methods.personal.apfl import mixture
 from coterie.rules import State
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.arguments import POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
@@ -68,7 +67,7 @@ class PerFedAvg(LocalSteps):
         x, step, a, delta = state["x"], state["step"], self.inner_lr, self.difference
         points = x.expand(len(users.names), -1)
         for _ in range(self.local_steps):
-            adapted = local_steps(users, points, step, 1, lr=a)
+            adapted = users.local_steps(points, step, 1, lr=a)
             outer = users.gradients(adapted, step + 1)
             step += 2
             if delta is not None:
@@ -78,5 +77,5 @@ class PerFedAvg(LocalSteps):
             points = points - lr * outer
         users.exchange(down=x.numel(), up=x.numel())
         x = users.mean(points)
-        models = local_steps(users, x.expand(users.personal, -1), step, 1, lr=a)
+        models = users.local_steps(x.expand(users.personal, -1), step, 1, lr=a)
         return {"step": step + 1, "x": x, "models": models}

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import COUNT, POSITIVE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import COUNT, POSITIVE, checked
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(inner_steps=COUNT, penalty=POSITIVE, inner_lr=POSITIVE, server_lr=POSITIVE)
 class PFedMe(LocalSteps):
     """Fit a personal model near the local one, move the local one to it, and average the local ones.
 
@@ -47,12 +47,6 @@ class PFedMe(LocalSteps):
     server_lr: float = 1.0
 
     models_in = "theta"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        COUNT("inner_steps", self.inner_steps)
-        for name in ("penalty", "inner_lr", "server_lr"):
-            POSITIVE(name, getattr(self, name))
 
     @property
     def gradients_a_round(self) -> int:

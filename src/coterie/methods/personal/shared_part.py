@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from coterie.arguments import COUNT, instance, listed, optional
 from coterie.errors import KnobError
 from coterie.gradients.parameters import Parameters
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 _NAMES = optional(
@@ -86,7 +85,7 @@ class FedPer(_SharedPart):
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, points, own = state["step"], state["points"], state["own"]
-        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        points = users.local_steps(points, step, self.local_steps, lr=lr)
         return {
             "step": step + self.local_steps,
             "points": self.averaged(users, points, own),

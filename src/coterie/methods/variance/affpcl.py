@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import SHARE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import SHARE, checked
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(alpha=SHARE, beta=SHARE)
 class AffPCL(LocalSteps):
     """Correct every own gradient by the same batch's gradient at the centre, a model that all users move.
 
@@ -47,11 +47,6 @@ class AffPCL(LocalSteps):
     local_steps: int = 1
     alpha: float = 1.0
     beta: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        SHARE("alpha", self.alpha)
-        SHARE("beta", self.beta)
 
     @property
     def gradients_a_round(self) -> int:

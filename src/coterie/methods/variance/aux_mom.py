@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import SHARE
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import SHARE, checked
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(rate=SHARE)
 class AuxMom(LocalSteps):
     """Take K steps by the peers' mean gradient, plus what it lacks to the own one, estimated once a round.
 
@@ -37,10 +37,6 @@ class AuxMom(LocalSteps):
 
     local_steps: int = 5
     rate: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        SHARE("rate", self.rate)
 
     @property
     def gradients_a_round(self) -> int:

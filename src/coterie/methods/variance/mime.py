@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import real
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import checked, real
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(momentum=real("lie in [0, 1)", lambda momentum: 0 <= momentum < 1))
 class Mime(LocalSteps):
     """Use the server's momentum in every local step, and update it only when the round ends.
 
@@ -43,10 +43,6 @@ class Mime(LocalSteps):
     local_steps: int = 5
     momentum: float = 0.9
     lite: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        real("lie in [0, 1)", lambda momentum: 0 <= momentum < 1)("momentum", self.momentum)
 
     @property
     def gradients_a_round(self) -> int:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coterie.arguments import real
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import checked, real
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 from coterie.users.sampling import draw, random_key
 
@@ -121,6 +120,7 @@ class SAGA(OwnVariance):
 
 
 @dataclass(frozen=True)
+@checked(rate=real("lie in (0, 1]", lambda rate: 0 < rate <= 1))
 class MVR(OwnVariance):
     """Average past gradients as momentum does, each corrected for the movement of the model since.
 
@@ -148,10 +148,6 @@ class MVR(OwnVariance):
 
     local_steps: int = 10
     rate: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        real("lie in (0, 1]", lambda rate: 0 < rate <= 1)("rate", self.rate)
 
     @property
     def gradients_a_round(self) -> int:

@@ -6,13 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.arguments import POSITIVE, whole
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps
+from coterie.arguments import POSITIVE, checked, whole
+from coterie.methods.clients import Clients, LocalSteps
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(option=whole(1, 2), server_lr=POSITIVE)
 class Scaffold(LocalSteps):
     """Correct every local step by an estimate of how the user's gradient differs from the mean.
 
@@ -42,11 +42,6 @@ class Scaffold(LocalSteps):
     local_steps: int = 5
     option: Literal[1, 2] = 2
     server_lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(1, 2)("option", self.option)
-        POSITIVE("server_lr", self.server_lr)
 
     @property
     def gradients_a_round(self) -> int:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import POSITIVE
-from coterie.methods.clients import Clients, Pull
-from coterie.methods.local import LocalSteps, weighed
+from coterie.arguments import POSITIVE, checked
+from coterie.methods.clients import Clients, LocalSteps, Pull, weighed
 from coterie.rules import State
 
 
 @dataclass(frozen=True)
+@checked(penalty=POSITIVE, scale=POSITIVE, step=POSITIVE)
 class FedAMP(LocalSteps):
     """Send every user a mean of all models, the nearer ones with more weight, and pull its own steps to it.
 
@@ -43,11 +43,6 @@ class FedAMP(LocalSteps):
     penalty: float = 0.1
     scale: float = 1.0
     step: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("penalty", "scale", "step"):
-            POSITIVE(name, getattr(self, name))
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all models are x."""

@@ -6,14 +6,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coterie.arguments import one_of
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps, weighed
+from coterie.arguments import checked, one_of
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
+@checked(start=one_of("own", "mine"))
 class FedFomo(LocalSteps):
     """Move towards the models that are better on user 0's validation examples.
 
@@ -46,10 +46,6 @@ class FedFomo(LocalSteps):
 
     models_in = "points"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("own", "mine")("start", self.start)
-
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x."""
         n = len(users.names)
@@ -59,7 +55,7 @@ class FedFomo(LocalSteps):
         """Return the state after a round."""
         step, points = state["step"], state["points"]
         x = points[0]
-        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        points = users.local_steps(points, step, self.local_steps, lr=lr)
         users.exchange(down=x.numel() if self.start == "mine" else 0, up=x.numel())
         before, *after = users.held_out_losses(torch.cat([x.unsqueeze(0), points]))
         gains = (before - torch.stack(after)) / (points - x).norm(dim=1).clamp(min=TINY)

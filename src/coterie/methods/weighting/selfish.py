@@ -7,8 +7,7 @@ from torch import Tensor
 
 from coterie.arguments import SHARE, instance, listed, optional
 from coterie.errors import KnobError
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, weighed
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 
 _NAMES = listed(instance(str, ""), "a list of names of peers", {str: 'write `internal=["ward 3"]`'})

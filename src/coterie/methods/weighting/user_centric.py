@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import COUNT, optional, whole
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, local_steps, weighed
+from coterie.arguments import COUNT, checked, optional, whole
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
 
 @dataclass(frozen=True)
+@checked(clusters=optional(COUNT), blocks=whole(2))
 class UserCentric(LocalSteps):
     """Mix models by weights that are computed once, from gradients at the start.
 
@@ -48,11 +48,6 @@ class UserCentric(LocalSteps):
     blocks: int = 5
 
     models_in = "points"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        optional(COUNT)("clusters", self.clusters)  # None gives each user its own
-        whole(2)("blocks", self.blocks)  # noise is measured between blocks
 
     def init(self, users: Clients, x: Tensor) -> State:
         """Return the state before the first round: all users at x, and the mixing weights."""
@@ -87,7 +82,7 @@ class UserCentric(LocalSteps):
     def round(self, users: Clients, state: State, lr: float) -> State:
         """Return the state after a round."""
         step, points, mixing = state["step"], state["points"], state["mixing"]
-        points = local_steps(users, points, step, self.local_steps, lr=lr)
+        points = users.local_steps(points, step, self.local_steps, lr=lr)
         users.exchange(down=points.shape[1], up=points.shape[1])
         if users.present is not None:
             mixing = mixing * users.present

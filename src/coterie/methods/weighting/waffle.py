@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.arguments import COUNT
-from coterie.methods.clients import Clients
-from coterie.methods.local import LocalSteps, weighed
+from coterie.arguments import COUNT, checked
+from coterie.methods.clients import Clients, LocalSteps, weighed
 from coterie.rules import State
 from coterie.rules.similarity import TINY
 
@@ -17,6 +16,7 @@ AVERAGED_ROUNDS = 3
 
 
 @dataclass(frozen=True)
+@checked(rounds=COUNT)
 class Waffle(LocalSteps):
     """Weigh SCAFFOLD's updates by their distance from user 0's, more strictly as the rounds go by.
 
@@ -51,10 +51,6 @@ class Waffle(LocalSteps):
     rounds: int
     local_steps: int = 5
     slope: float = 3.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        COUNT("rounds", self.rounds)
 
     def share(self, played: int) -> float:
         """Return Ω after so many rounds."""
