@@ -206,3 +206,30 @@ def test_a_clock_that_goes_back_lets_no_site_that_is_gone_look_alive() -> None:
     ]
     session = SimpleNamespace(get_system_info=lambda: SimpleNamespace(client_info=clients))
     assert supervision._heard(session, ["here", "gone", "lost", "new", "other"]) == {"here"}
+
+
+def test_a_server_that_goes_in_the_middle_is_told_in_words(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to who looks on: NVFLARE raises errors of its own; and a file of jobs may be empty after a kill."""
+    path = server.folder / SUBMITTED
+    path.write_text("")
+    with pytest.raises(KnobError, match=r"no job of .* runs"):
+        supervision.follow(server.folder, attach=True)
+    path.write_text("job 1\n")
+    monkeypatch.setattr(supervision, "session_of", gone_in_the_middle)
+    for ask in (supervision.stop, lambda folder: supervision.connected_sites(folder, "a", 0.0)):
+        with pytest.raises(CoterieError, match=r"does not answer: \w+Error: .*; start it"):
+            ask(server.folder)
+    assert not path.exists(), "whoever follows the run submits no other"
+    jobs = supervision.Jobs(server.folder, "ab", 0.0, lambda: None, print)
+    jobs._note("job 2")
+    assert not path.exists(), "what `stop` took away stays away"
+
+
+@contextmanager
+def gone_in_the_middle(kit: Path, wait: float) -> Iterator[Any]:
+    def gone(*_: Any) -> Any:
+        raise RuntimeError("the connection is closed")
+
+    yield SimpleNamespace(get_system_info=gone, get_job_meta=gone)

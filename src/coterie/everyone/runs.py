@@ -12,8 +12,7 @@ from torch import nn
 
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, KnobError, blaming
-from coterie.evaluation.comparing import compare, paired_error
-from coterie.evaluation.evaluate import example_losses
+from coterie.evaluation.evaluate import compare, example_losses, paired_error
 from coterie.everyone.folders import folder_names
 from coterie.everyone.gains import (
     Gain,

@@ -200,7 +200,8 @@ def _of_lead(folder: Path, wait: float) -> Iterator[str]:
 
 def _of_site(folder: Path) -> Iterator[str]:
     peer, path = responder_of(folder).peer, folder / REQUESTS
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    # the last line may be in the making
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     asked = next((json.loads(line) for line in reversed(lines) if b'"step"' in line), None)
     yield (
         "not asked yet"

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -253,11 +253,9 @@ def _n_summed_with(name: str, settings: LeadSettings, replies: Mapping[str, Any]
     All but who says that it gives more.
     """
     groups = settings.training.secure_sums
-    here = (
-        settings.sites
-        if isinstance(groups, bool)
-        else next((g for g in groups.values() if name in g), ())
-    )
+    here: Sequence[str] = settings.sites
+    if not isinstance(groups, bool):
+        here = next((g for g in groups.values() if name in g), ())
     return sum(
         not isinstance(terms := replies.get(site), dict) or "sums_of" in terms for site in here
     )

@@ -31,6 +31,11 @@ SECONDS_TO_RECONNECT = 10.0
 
 SECONDS_A_SIGN_OF_LIFE_LASTS = 4 * SECONDS_BETWEEN_SIGNS_OF_LIFE
 
+NO_SERVER = (
+    "the server does not answer: {}; start it (`coterie federate server {}`); a run that was on its"
+    " way goes on with `coterie federate run --resume`"
+)
+
 SUBMITTED = "submitted.txt"
 """NVFLARE's names of the jobs that run, in user 0's folder; they are to end where it is gone."""
 
@@ -99,7 +104,7 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
         return False
     jobs = _submitted(path)
     path.unlink()  # whoever follows it submits no other
-    with session_of(folder / "lead", wait) as session:
+    with session_of(folder / "lead", wait) as session, _errors_told(folder):
         running = [job for job in jobs if not _status(session, job).startswith("FINISHED")]
         for job in running:
             session.abort_job(job)
@@ -132,7 +137,7 @@ class Jobs:
 
     def bring_to_end(self, attempts: int, *, attach: bool) -> bool:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
-        if attach and not self.path.exists():
+        if attach and not (self.path.exists() and _submitted(self.path)):
             raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
         failed, begun = 0, attach
         try:
@@ -194,7 +199,7 @@ class Jobs:
 
     def _note(self, *jobs: str) -> None:
         """Write down the jobs that run, unless `stop` has taken the file away."""
-        with self.path.open("r+", encoding="utf-8") as file:
+        with contextlib.suppress(FileNotFoundError), self.path.open("r+", encoding="utf-8") as file:
             file.truncate()
             file.write("".join(f"{job}\n" for job in jobs))
 
@@ -279,15 +284,21 @@ def session_of(kit: Path, wait: float) -> Iterator[Any]:
         with redirect_stdout(io.StringIO()):  # it says that it connects
             session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
-        raise CoterieError(
-            f"the server does not answer: {error}; start it (`coterie federate server"
-            f" {kit.parent}`); a run that was on its way goes on with `coterie federate run"
-            " --resume`"
-        ) from error
+        raise CoterieError(NO_SERVER.format(error, kit.parent)) from error
     try:
         yield session
     finally:
         session.close()
+
+
+@contextmanager
+def _errors_told(folder: Path) -> Iterator[None]:
+    """Say in words that the server has gone in the middle of a question."""
+    try:
+        yield
+    except Exception as error:  # NVFLARE raises several kinds
+        told = f"{type(error).__name__}: {error}"
+        raise CoterieError(NO_SERVER.format(told, folder)) from error
 
 
 def _heard(session: Any, names: Collection[str]) -> set[str]:
@@ -310,7 +321,7 @@ def _connected(session: Any, names: Sequence[str], wait: float, patience: float)
 
 def connected_sites(folder: Path, names: Sequence[str], wait: float) -> set[str]:
     """Return which sites the server hears now."""
-    with session_of(folder / "lead", wait) as session:
+    with session_of(folder / "lead", wait) as session, _errors_told(folder):
         return _heard(session, names)
 
 

@@ -10,18 +10,16 @@ from typing import Any
 from coterie.errors import KnobError, did_you_mean
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fair import AFL, QFFL
-from coterie.methods.averaging.fedavg import FedAvg
-from coterie.methods.averaging.fedprox import FedProx
+from coterie.methods.averaging.fedavg import FedAvg, FedProx
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.model_averaging import averaging_error, averaging_weights
 from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
-from coterie.methods.personal.apfl import APFL
+from coterie.methods.personal.apfl import APFL, Mapper
 from coterie.methods.personal.ditto import Ditto
 from coterie.methods.personal.fedala import FedALA
 from coterie.methods.personal.hyp_cluster import HypCluster
 from coterie.methods.personal.l2gd import L2GD
-from coterie.methods.personal.mapper import Mapper
 from coterie.methods.personal.per_fedavg import PerFedAvg
 from coterie.methods.personal.pfedme import PFedMe
 from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep

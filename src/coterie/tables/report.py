@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from coterie.data import Preparation
 from coterie.errors import KnobError
-from coterie.evaluation.comparing import compare
-from coterie.evaluation.evaluate import evaluate, example_losses, outputs_on, whole_of
+from coterie.evaluation.evaluate import compare, evaluate, example_losses, outputs_on, whole_of
 from coterie.evaluation.metrics import (
     METRICS,
     Bin,

@@ -18,8 +18,8 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import AdaptiveAveraging, InProcess, User
+from coterie.choosing.adaptive.adaptive_learner import Schedule
 from coterie.choosing.adaptive.evaluations import split
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.engines.attacks import Attacked
 from coterie.engines.engine import Capabilities
 from coterie.errors import ModelError, UserCodeError

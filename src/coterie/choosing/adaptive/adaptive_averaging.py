@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import POSITIVE
-from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner, OwnSetting
+from coterie.choosing.adaptive.adaptive_learner import (
+    EVALUATIONS,
+    AdaptiveLearner,
+    OwnSetting,
+    Schedule,
+)
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
-from coterie.choosing.adaptive.schedule import EVALUATIONS, Schedule
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.choosing.mixture import gradients_of_a_fit
 from coterie.engines.asking import OwnUser, asking

@@ -14,15 +14,16 @@ every K-th step, and where they are judged; in the steps between, what they last
 
 What is served is a mixture of all points at the evaluations, by how well the blind copies predict
 the rows that they did not see (`evaluations`). This file takes the steps of all copies, in order.
-`schedule` says at which step what is done, `weights` and `peer_weights` whom the trunks follow.
+`Schedule` says at which step what is done, `weights` whom the trunks follow.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -31,7 +32,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.closed_form import CLOSED_FORM, LAST_LAYER, ClosedForms
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
 from coterie.choosing.e_steps import ESteps
 from coterie.choosing.mixture import A_FIT, account_of
@@ -52,6 +52,77 @@ CHOSEN = (
     *(named.format("hierarchical, chosen peers") for named in (CLOSED_FORM, LAST_LAYER)),
 )
 """The kinds that follow chosen peers; all others that ask peers follow all."""
+
+GRAMS = 12
+"""Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
+EVALUATIONS = 7
+"""Evaluations in each half of a run, beside that before the first step."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: the trunk up to `half`, then the branch.
+
+    Example:
+        >>> schedule = Schedule.of(60)
+        >>> schedule.half, [*schedule.judging][:4]
+        (30, [0, 2, 4, 6])
+        >>> sorted(schedule.evaluations)
+        [0, 1, 2, 3, 5, 10, 17, 30, 31, 32, 33, 35, 40, 47, 60]
+    """
+
+    steps: int
+    half: int  # the branch's first step
+    between_grams: int  # in the trunk every peer is judged so often
+
+    @classmethod
+    def of(cls, steps: int) -> Self:
+        """Return the schedule of a run of so many steps."""
+        half = max(1, round(steps / 2))
+        return cls(steps, half, max(1, half // GRAMS))
+
+    @functools.cached_property
+    def evaluations(self) -> frozenset[int]:
+        """The steps after which all copies are judged: dense where a half begins."""
+        after = (
+            np.geomspace(max(1, n // 50), max(1, n), EVALUATIONS).round().astype(int)
+            for n in (self.half, self.steps - self.half)
+        )
+        first, second = ({*each.tolist()} for each in after)
+        second = {min(self.half + step, self.steps) for step in second}
+        return frozenset({0, self.half, self.steps, *first, *second})
+
+    @functools.cached_property
+    def judging(self) -> range:
+        """The steps that judge every peer by itself."""
+        return range(0, self.half, self.between_grams)
+
+    def exchanges(self, every: int) -> tuple[int, int]:
+        """Return in how many steps of each half peers are asked.
+
+        Every so many, where they are judged, and at the fork.
+
+        Example:
+            >>> Schedule.of(240).exchanges(8), Schedule.of(240).exchanges(1)
+            ((24, 15), (120, 120))
+        """
+        asked = {
+            *range(0, self.steps, every),
+            *self.judging,
+            min(self.half, self.steps - 1),
+        }
+        first = sum(step < self.half for step in asked)
+        return first, len(asked) - first
+
+    def alike(self, step: int) -> int:
+        """Return how many steps from this one on are the same work.
+
+        To the next Gram matrix, evaluation or fork.
+        """
+        ends = [min(each for each in (*self.evaluations, self.steps + 1) if each > step)]
+        if step < self.half:
+            ends.append(step + -step % self.between_grams)
+        return min(ends) - step
 
 
 class OwnSetting(NamedTuple):
@@ -88,7 +159,9 @@ class AdaptiveLearner(Learner):
         self.n_folds = int(looks.folds.max()) + 1
         self.settings = sorted(settings)  # those of one step size come one after the other
         self.schedule = Schedule.of(spec.steps)
-        self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds)
+        self.peer_weights = PeerWeights(
+            engine, spec.steps, self.schedule.half, self.points.d, self.n_folds
+        )
         start, d = self.points.start(), self.points.d
         # the part of the own examples that each copy of alone, and of the branch, sees
         self.parts = [*range(self.n_folds + 1)] * len(self.settings)
@@ -104,9 +177,9 @@ class AdaptiveLearner(Learner):
         decays = [each.decay for each in self.settings]
         self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
         self._collect()
-        self._weights = self.peer_weights.of_trunks()
-        self.trunk_weights = self._tensor(self._weights)
+        self.trunk_weights = self.x.new_zeros(self.n_folds + 1, len(engine.names))
         self.pooled_weights = self.trunk_weights[-1:].clone()
+        self._weigh()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         # how long what peers send may be
@@ -194,7 +267,7 @@ class AdaptiveLearner(Learner):
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
         self._weights = self.peer_weights.of_trunks()
-        self.trunk_weights.copy_(self._tensor(self._weights))
+        self.trunk_weights.copy_(torch.from_numpy(np.array(self._weights)))
         self.pooled_weights.copy_(self.trunk_weights[-1:])
 
     def _take(self, answers: Answers, own: Tensor, sums: Tensor, answered: Tensor) -> None:
@@ -394,9 +467,6 @@ class AdaptiveLearner(Learner):
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
         }
-
-    def _tensor(self, values: list[Array] | Array) -> Tensor:
-        return torch.from_numpy(np.array(values)).to(self.x)
 
     def _points(self, of: Literal["alone", "peers", "branch"]) -> Tensor:
         """Return where the copies are, with the model's buffers where passes move them."""
