@@ -21,7 +21,7 @@ from coterie.benchmark.contenders import (
 from coterie.benchmark.tools import OURS, TOOLS, Tool
 from coterie.errors import KnobError, did_you_mean
 from coterie.methods import METHODS, entry_of
-from coterie.registry import Entry, FromRun
+from coterie.registry import Computed, Entry
 from coterie.rules import RULES
 
 ALPHAS = (0.1, 0.3, 0.6, 0.9)
@@ -89,8 +89,8 @@ def contender(name: str) -> Contender | Tool:
     optimizer, a method with two: each then has as many settings to choose from as the others.
 
     Example:
-        >>> from coterie.registry import RunFacts
-        >>> [setting.label(RunFacts(10, {"a": 30}, 60)) for setting in contender("wga").settings[:2]]
+        >>> from coterie.registry import RunSizes
+        >>> [setting.label(RunSizes(10, {"a": 30}, 60)) for setting in contender("wga").settings[:2]]
         ['alpha 0.1, constant steps', 'alpha 0.3, constant steps']
     """
     if name not in names():
@@ -125,7 +125,9 @@ def _robust(aggregator: Entry[Any]) -> tuple[MethodSetting, ...]:
     """Return averaging with an aggregator in the place of the peers' mean, for each α and each of its settings."""
     wga = RULES.entry("wga")
     return tuple(
-        MethodSetting(Knobs(wga, {"alpha": alpha, "aggregator": FromRun(Knobs(aggregator, knobs))}))
+        MethodSetting(
+            Knobs(wga, {"alpha": alpha, "aggregator": Computed(Knobs(aggregator, knobs))})
+        )
         for knobs in aggregator.benchmark_settings or ({},)
         for alpha in ALPHAS
     )

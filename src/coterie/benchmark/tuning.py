@@ -20,7 +20,7 @@ from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors_of, evaluate, outputs_on
 from coterie.learners.spec import RunSpec
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import Rule, weights_in
 from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.many import train_many
@@ -78,7 +78,7 @@ class Tuning:
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[MethodSetting, float], Trial] = {}
         self._chosen: dict[Knobs | Fixed, tuple[Rule, float]] = {}
-        self._facts = RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
+        self._facts = RunSizes(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
         self._falling = partial(_falling, steps=steps)
 
     def outcome(self, settings: Sequence[MethodSetting]) -> Outcome:

@@ -15,7 +15,7 @@ from coterie.errors import KnobError
 from coterie.federation.settings import MessageSettings
 from coterie.methods import entry_of
 from coterie.recording.configuration import StepSettings
-from coterie.registry import FromRun
+from coterie.registry import Computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class SettingsRuleOptions(KnobOptions):
             return replace(self, rule="mixture" if linear and bare else "adaptive").settings()
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
         for name in [
-            name for name, value in knobs.items() if isinstance(value, FromRun) or value is None
+            name for name, value in knobs.items() if isinstance(value, Computed) or value is None
         ]:
             raise KnobError(
                 f"`--knob {name}` cannot be written to the settings; import a rule of your own"

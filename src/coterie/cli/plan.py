@@ -223,14 +223,14 @@ def _problem(
     if measured.data is not None:
         estimates = _on_table(measured.data, measured, steps)
     options = {name: value for name, value in asdict(known).items() if value is not None}
-    constants = (_alike(estimates, steps) if estimates else {}) | options
+    constants = (_constants_of(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
         raise KnobError(
             f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured"
         )
     doubted = None
     if estimates and known.bias_floor is None:
-        doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)
+        doubted = theory.Constants(**_constants_of(estimates, steps, bias_errors=2) | options)
     return theory.Constants(**constants), doubted, steps
 
 
@@ -335,7 +335,9 @@ def _estimates(record: Record, run: Path) -> Estimates:
     return Estimates.from_plain(record.configuration.estimates)
 
 
-def _alike(estimates: Estimates, steps: int, *, bias_errors: float | None = None) -> dict[str, Any]:
+def _constants_of(
+    estimates: Estimates, steps: int, *, bias_errors: float | None = None
+) -> dict[str, Any]:
     """Return the constants of peers that are all alike and together do as those measured, equally weighed."""
     peers = estimates.constants(steps, bias_errors=bias_errors)
     n = len(estimates.peers)

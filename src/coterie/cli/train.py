@@ -22,7 +22,7 @@ from coterie.everyone.gains import beside_pooled
 from coterie.everyone.runs import Runs
 from coterie.recording.configuration import StepSettings, counted
 from coterie.recording.record import Record
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.reporting.run_page import HEADLINES
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to, peer_shares, weighs
@@ -79,7 +79,7 @@ def train(
         return None
     task, peers, changed = users
     settings = options.settings() | changed | where.attacked()
-    chosen = rule.build(RunFacts(len(task.me), peers, options.steps))
+    chosen = rule.build(RunSizes(len(task.me), peers, options.steps))
     settings["again"] = [
         functools.partial(_split_again, table, rule, options, k) for k in range(1, options.repeats)
     ]
@@ -181,7 +181,7 @@ def _split_again(
     """Return the task with user 0's rows split in another way, and the rule for it."""
     task = quietly(from_table, seed=options.seed + k, **table.settings())
     sizes = {peer.name: len(peer) for peer in task.peers}
-    return task, rule.build(RunFacts(len(task.me), sizes, options.steps))
+    return task, rule.build(RunSizes(len(task.me), sizes, options.steps))
 
 
 def _stopped(out: Path) -> typer.Exit:

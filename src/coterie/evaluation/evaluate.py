@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from coterie.errors import blaming
+from coterie.errors import attributing_errors_to
 from coterie.evaluation.losses import as_loss, known_per_example, on_device
 from coterie.evaluation.metrics import Metric, less_is_better, metrics_of
 from coterie.recording.result import Comparison, Difference
@@ -84,7 +84,7 @@ def outputs_on(
     with torch.no_grad(), evaluation_mode(model), seeded(0, "evaluation", 0, device):
         parts = []
         for x, y in _chunks(examples, chunk, device):
-            with blaming("the model, in evaluation mode,"):
+            with attributing_errors_to("the model, in evaluation mode,"):
                 parts.append((called(model, x), y, n_rows(x)))
         return parts
 
@@ -105,10 +105,10 @@ def scores(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics of the outputs on a whole set."""
     metrics = metrics_of(loss, outputs, targets) if metrics is None else metrics
-    with blaming("the loss"):
+    with attributing_errors_to("the loss"):
         values = {"loss": float(loss(outputs, targets))}
     for name, metric in metrics.items():
-        with blaming(f"the metric {name!r}"):
+        with attributing_errors_to(f"the metric {name!r}"):
             values[name] = float(metric(outputs, targets))
     return values
 
@@ -159,7 +159,7 @@ def _as_batch(row: Tensor) -> Tensor:
 def _chunks(examples: Examples, size: int, device: torch.device) -> Iterator[list[Tree]]:
     """Yield the inputs and targets of all examples on a device, at most `size` at a time."""
     for indices in torch.split(torch.arange(len(examples)), size):
-        with blaming("the data set that the model is evaluated on"):
+        with attributing_errors_to("the data set that the model is evaluated on"):
             taken = examples.take(indices)
         yield [mapped(lambda leaf: leaf.to(device), tree) for tree in taken]
 

@@ -26,7 +26,7 @@ from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.tables.fit import fit
 from coterie.tables.models import save_model
 from coterie.training.algorithm import Followed, algorithm_of
@@ -200,7 +200,7 @@ def rule_of(settings: LeadSettings) -> Followed:
     peers = (
         settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
     )
-    facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
+    facts = RunSizes(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Followed = build(training.rule, chosen, facts)
     algorithm = algorithm_of(rule)
     if training.rule == MIXTURE and settings.model.name != "linear":

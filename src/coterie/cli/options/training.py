@@ -21,7 +21,7 @@ from coterie.errors import KnobError
 from coterie.methods import build, entry_of
 from coterie.privacy.sums import SumsOnly
 from coterie.recording.configuration import StepSettings
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import RULES
 
 
@@ -109,7 +109,7 @@ class RuleOptions(KnobOptions):
         """The rule that is named; where none is, what takes steps."""
         return "adaptive" if self.rule == "auto" else self.rule
 
-    def build(self, facts: RunFacts) -> Any:
+    def build(self, facts: RunSizes) -> Any:
         """Return the rule or method for a run.
 
         What is wrong with a knob is told by the option that gave it.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coterie.aggregators import Aggregator
 from coterie.arguments import NOT_NEGATIVE, checked, function, one_of, optional
-from coterie.errors import KnobError, blaming
+from coterie.errors import KnobError, attributing_errors_to
 from coterie.methods.clients import Clients, LocalSteps, Pull
 from coterie.rules import State
 
@@ -75,7 +75,7 @@ class FedAvg(LocalSteps):
 
     def _aggregated(self, moves: Tensor) -> Tensor:
         """Return the one move that the aggregator makes of these, one a row."""
-        with blaming("the aggregator"):
+        with attributing_errors_to("the aggregator"):
             move: Tensor = self.aggregator(moves)  # type: ignore[misc]  # there is one
         if move.shape != moves.shape[1:]:
             shapes = f"{tuple(move.shape)}, not {tuple(moves.shape[1:])} as one row"
