@@ -92,7 +92,7 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(
         "wga-0.3",
         "wga",
         "wga-auto",
-        "adaptive-guarded",
+        "adaptive",
         "fedavg",
     )
     outcomes = {name: tuned.outcome(settings(name)) for name in whole}

@@ -75,11 +75,15 @@ class MethodSetting:
     # another setting, whose model at its best step size is the one to start from
     start: "MethodSetting | None" = None
     lrs: tuple[float, ...] = RATES  # the step sizes that it is tried at
+    # nothing is set, and validation rows are own rows like others, as plain tools have them
+    as_it_comes: bool = False
     # of `train`; no guard unless named here
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def label(self, run: RunSizes) -> str:
         """Name the setting in the results."""
+        if self.as_it_comes:
+            return "as it comes"
         schedule = "tail averaged" if self.tail_average else f"{self.lr_schedule} steps"
         plain = "plain" if self.plain_steps else ""
         return ", ".join(

@@ -28,7 +28,6 @@ ALPHAS = (0.1, 0.3, 0.6, 0.9)
 ROBUST = "wga-"
 """With the name of an aggregator behind it: weighted averaging with that aggregator."""
 
-_ADAPTIVE = tuple(s for s in schedules(Knobs(RULES.entry("adaptive"))) if not s.tail_average)
 _POOLED = MethodSetting(Knobs(RULES.entry("pooled")))
 _PLAIN = {
     name: MethodSetting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True)
@@ -42,10 +41,7 @@ VARIANTS: Mapping[str, tuple[MethodSetting, ...]] = {
         f"wga-{alpha:g}": (MethodSetting(Knobs(RULES.entry("wga"), {"alpha": alpha})),)
         for alpha in ALPHAS
     },
-    "adaptive": _ADAPTIVE,
-    "adaptive-guarded": tuple(
-        replace(setting, options={"guard": "held-out"}) for setting in _ADAPTIVE
-    ),
+    "adaptive": (MethodSetting(Knobs(RULES.entry("adaptive")), lrs=RATES[:1], as_it_comes=True),),
     **{
         f"{name}-plain": (each, replace(each, lr_schedule="decreasing"))
         for name, each in _PLAIN.items()
@@ -55,16 +51,14 @@ VARIANTS: Mapping[str, tuple[MethodSetting, ...]] = {
 }
 """Settings by name that are not those of one registered thing.
 
-`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive`
-averages points by itself, so its tail is not averaged again; `adaptive-guarded` may serve the model
-trained alone, by validation loss. `alone-plain` and `pooled-plain` take plain steps as methods do:
+`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive` has
+candidates of its own in the place of settings. `alone-plain` and `pooled-plain` take plain steps as methods do:
 what a method gains or loses beside them is not Adam's. `…-auto`: knobs by theory and measured
 constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
 DEFAULT += (
     "adaptive",
-    "adaptive-guarded",
     "bc",
     "alone-plain",
     "pooled-plain",

@@ -104,8 +104,8 @@ def _in_closed_form(
 ) -> tuple[TableOptions, RuleOptions, FitOptions]:
     """Name the rule and the model that auto stands for.
 
-    The closed form judges by folds of the own rows, and holds none out. Trees are mixed with its
-    linear models, unless `--model` says which.
+    The closed form and adaptive averaging judge by folds of the own rows, and hold none out. Trees
+    are mixed with linear models, unless `--model` says which.
     """
     stepwise = any(
         getattr(options, each.name) != each.default
@@ -118,6 +118,8 @@ def _in_closed_form(
     kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if where.engine != "in-process" and table.me == ALL:  # where all train
         kinds = {}
+    if table.validation is None and rule.rule in {"auto", "adaptive", "mixture"}:
+        table = replace(table, validation=0.0)
     if rule.rule != "auto" or stepwise or knobs or not plain or options.model not in kinds:
         if options.model == "trees":
             raise KnobError(
@@ -127,7 +129,6 @@ def _in_closed_form(
             )
         return table, rule, replace(options, model=_linear(options.model))
     closed = replace(rule, rule="mixture", knob=kinds[options.model])
-    table = replace(table, validation=table.validation or 0.0)
     return table, closed, replace(options, model=_linear(options.model))
 
 

@@ -54,20 +54,21 @@ RULE = optional(
 
 
 def with_rule(spec: RunSpec) -> RunSpec:
-    """Return the run with the rule that None stands for, and the settings that the rule needs."""
+    """Return the run with the rule that it follows, and the settings that the rule needs."""
     spec = with_named_rule(spec)
-    RULE("rule", spec.rule)
-    spec = replace(spec, rule=default_rule(spec)) if spec.rule is None else spec
     return algorithm_of(spec.rule).completed(spec)
 
 
 def with_named_rule(spec: RunSpec) -> RunSpec:
-    """Return the run with the rule or method that its name stands for; "auto" is None."""
-    if not isinstance(spec.rule, str):
-        return spec
-    sizes = {peer.name: None if peer.is_stream else len(peer) for peer in spec.peers}
-    facts = RunSizes(0 if spec.me.is_stream else len(spec.me), sizes, spec.steps)
-    return replace(spec, rule=None if spec.rule == "auto" else build(spec.rule, {}, facts))
+    """Return the run with the rule or method that its name stands for; "auto" is as None, the default."""
+    if isinstance(spec.rule, str) and spec.rule != "auto":
+        sizes = {peer.name: None if peer.is_stream else len(peer) for peer in spec.peers}
+        facts = RunSizes(0 if spec.me.is_stream else len(spec.me), sizes, spec.steps)
+        return replace(spec, rule=build(spec.rule, {}, facts))
+    if spec.rule in (None, "auto"):
+        return replace(spec, rule=default_rule(spec))
+    RULE("rule", spec.rule)
+    return spec
 
 
 _OF_STEPS = (

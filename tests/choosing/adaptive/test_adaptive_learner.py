@@ -56,6 +56,7 @@ def train(me: User, peers: list[User], **changed: Any) -> coterie.Run:
     settings: dict[str, Any] = {
         "optimizer": torch.optim.SGD,
         "lr": 0.05,
+        "rule": AdaptiveAveraging(linear=False),
         "steps": 40,
         "batch_size": 100,
         "measure": False,

@@ -30,9 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from coterie.choosing.adaptive.closed_form import CLOSED_FORM, LAST_LAYER, ClosedForms
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
 from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
-from coterie.choosing.mixture import account_of
+from coterie.choosing.e_steps import ESteps
+from coterie.choosing.mixture import A_FIT, account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
@@ -40,8 +42,16 @@ from coterie.learners.captured import StackBlock
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack, why_not_capturable, why_not_stacked
+from coterie.mixture.candidates import ALONE_KINDS
+from coterie.mixture.families import LOSS
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
+
+CHOSEN = (
+    "branch",
+    *(named.format("hierarchical, chosen peers") for named in (CLOSED_FORM, LAST_LAYER)),
+)
+"""The kinds that follow chosen peers; all others that ask peers follow all."""
 
 GRAMS = 12
 """Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
@@ -138,9 +148,13 @@ class AdaptiveLearner(Learner):
         costs: Costs,
         looks: HeldOutEvaluations,
         settings: Sequence[OwnSetting],
+        *,
+        linear: bool = True,
     ) -> None:
         super().__init__(spec, engine, costs)
         self.looks, self.points = looks, looks.points
+        self.linear = linear
+        self.tau_of_prior, self.exchanges = np.zeros(0), 0
         # the parts of `points`: all own examples, then all but each fold
         self.n_folds = int(looks.folds.max()) + 1
         self.settings = sorted(settings)  # those of one step size come one after the other
@@ -301,6 +315,8 @@ class AdaptiveLearner(Learner):
         self.step += n
         if self.step == self.schedule.half:
             self._fork()
+        if self.step == self.schedule.steps:
+            self._close()
         if self.step in self.schedule.evaluations:
             self._look()
 
@@ -367,6 +383,19 @@ class AdaptiveLearner(Learner):
         copies = self.alone, self.peers, self.branch
         self.stacks = tuple(each for each in copies if each is not None)
 
+    def _close(self) -> None:
+        """Find, at the end, what has a closed form."""
+        looks = self.looks
+        if not self.linear or looks.family is LOSS:
+            return
+        about = looks.family, looks.targets, looks.folds
+        forms = ClosedForms(self.spec, self.engine, *about)
+        # rows go through its layers at each peer, whose running statistics are its own
+        followed = self.peer_weights.bounds().any() and not self.buffers["peers"].shape[1]
+        e_steps = ESteps(self.engine, self.costs, self.peers.x[-1], A_FIT, first=self.spec.steps)
+        looks.find_closed(forms, e_steps, self._points("peers")[-1] if followed else None)
+        self.tau_of_prior, self.exchanges = forms.tau, e_steps.exchanges
+
     def _look(self) -> None:
         """Judge all copies that are candidates."""
         kinds = {"alone": self._by_setting("alone")}
@@ -408,9 +437,12 @@ class AdaptiveLearner(Learner):
         """Return the peers' weights in what would be served now."""
         if not self.looks.paths:
             return {}
-        shares = {kind: float(each.sum()) for kind, each in self.looks.weights().items()}
-        pooled = shares.get("branch from pooled", 0.0) + shares.get("pooled", 0.0)
-        weights = self.peer_weights.served(shares.get("branch", 0.0), pooled)
+        share = {kind: one.weight for kind, one in self.looks.fitted().entries.items()}
+        of_all = sum(share[kind] for kind in share if kind not in (*ALONE_KINDS, *CHOSEN))
+        weights = self.peer_weights.served(share.get("branch", 0.0), of_all)
+        if len(self.tau_of_prior):
+            of_prior = sum(share.get(kind, 0.0) for kind in CHOSEN[1:])
+            weights = weights + of_prior * self.tau_of_prior
         return dict(zip(self.engine.names, weights.tolist(), strict=True))
 
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
@@ -418,7 +450,10 @@ class AdaptiveLearner(Learner):
         if not self.looks.paths:
             return {}
         mine, kappa = travelled.get(self.costs.me, Traffic()), self.peer_weights.kappa()
-        return account_of(self.looks.fitted(), self.tau(), len(self.spec.me)) | {
+        test, on_test = self.spec.me.test, None
+        if test is not None:
+            on_test = partial(self.looks.losses, test)
+        return account_of(self.looks.fitted(), self.tau(), len(self.spec.me), on_test) | {
             "steps": [step for step in self.schedule.judging if step < self.step],
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(self.engine.names, kappa[:, 1:].T.tolist(), strict=True))
@@ -427,6 +462,7 @@ class AdaptiveLearner(Learner):
             "cost": {
                 "runs": self.gradients_asked / max(1, self.step),
                 "sketches" if self.sketch else "rows": self.grams * self.n_folds,
+                "exchanges": self.exchanges,
                 "messages": sum(each.messages for each in travelled.values()),
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
@@ -470,7 +506,8 @@ class AdaptiveLearner(Learner):
             "paths": self.looks.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
-            "asked": [self.grams, self.gradients_asked],
+            "asked": [self.grams, self.gradients_asked, self.exchanges],
+            "tau_of_prior": torch.from_numpy(self.tau_of_prior),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -494,4 +531,5 @@ class AdaptiveLearner(Learner):
             self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
-        self.grams, self.gradients_asked = state["asked"]
+        self.grams, self.gradients_asked, self.exchanges = state["asked"]
+        self.tau_of_prior = state["tau_of_prior"].cpu().numpy()

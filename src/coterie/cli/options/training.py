@@ -46,8 +46,8 @@ class TableOptions(TableSettings):
         float | None,
         Option(
             help=(
-                "Share of user 0's rows held out to choose the best model; if left out 0.2, and"
-                " none for mixture."
+                "Share of user 0's rows held out to choose the best model; if left out none for"
+                " adaptive and mixture, which judge by folds, and else 0.2."
             ),
             show_default=False,
         ),
