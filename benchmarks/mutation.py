@@ -38,7 +38,7 @@ TESTS = {
     "privacy/accountant.py": "tests/privacy/test_accountant.py",
     "privacy/masks.py": "tests/privacy/test_masks.py tests/privacy/test_split_noise.py",
     "privacy/member.py": "tests/engines/remote/test_secure_sums.py tests/privacy/test_split_noise.py",
-    "privacy/calls.py": "tests/federation/test_everyone.py",
+    "privacy/calls.py": "tests/federation/test_everyone_jobs.py",
     "engines/peer/ledger.py": "tests/engines/peer/test_ledger.py",
     "engines/engine.py": "tests/engines/test_asking.py tests/engines/in_process/test_in_process.py",
     "recording/checkpoint.py": "tests/recording/test_checkpoint.py",

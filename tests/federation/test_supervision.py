@@ -73,6 +73,11 @@ class Server:
         (self.folder / RUN / SUMMARY).write_text("it is over")
         return None
 
+    def next_dies(self) -> str | None:
+        """Let the job that was submitted last end before it is ready, as where a site is slow."""
+        self.ended.append(self.submitted[-1])
+        return None
+
     def dies(self) -> str | None:
         return "FINISHED:EXECUTION_EXCEPTION"
 
@@ -113,6 +118,26 @@ def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: 
     assert not (server.folder / SUBMITTED).exists()
 
 
+def test_a_site_whose_next_job_fails_is_asked_in_another(server: Server) -> None:
+    said: list[str] = []
+    server.befalls = [lambda: begins(server), lambda: server.joins("b")]
+    server.befalls += [server.next_dies, server.next_dies, server.waits, server.ends]
+    supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
+    assert server.submitted == [f"job {k}" for k in range(1, 5)]
+    assert server.ended == ["job 2", "job 3", "job 1"]
+    assert sum("back: b" in line for line in said) == 3
+
+
+def test_nobody_leads_beside_a_job_that_runs(server: Server) -> None:
+    server.befalls = [lambda: None]
+    server.submitted = ["job 1"]
+    (server.folder / SUBMITTED).write_text("job 1\n")
+    with pytest.raises(KnobError, match=r"runs already: follow it .*attach"):
+        supervision.follow(server.folder, resume=True, wait=0.0, progress=False)
+    assert server.submitted == ["job 1"]
+    assert (server.folder / SUBMITTED).exists(), "it is who follows that job who takes it away"
+
+
 def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +150,7 @@ def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
     server.befalls = [server.dies] * 3
     supervision.follow(server.folder, attempts=3, show_line=said.append, progress=False)
     assert len(server.submitted) == 3
-    assert said[-1] == "3 jobs have ended early; going on alone"
+    assert said[-1] == "3 jobs in a row have ended early; going on alone"
 
 
 def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
@@ -192,7 +217,7 @@ def test_a_job_whose_terminal_is_gone_is_followed_again(server: Server) -> None:
     begins(server)
     server.befalls = [server.dies, server.ends]
     result = CliRunner().invoke(app, ["federate", "attach", str(server.folder)])
-    assert "job 1 has ended early" in result.output
+    assert "the job has ended early" in result.output
     assert "it is over" in result.output
     assert server.submitted == ["job 1"]
 
@@ -206,3 +231,30 @@ def test_a_clock_that_goes_back_lets_no_site_that_is_gone_look_alive() -> None:
     ]
     session = SimpleNamespace(get_system_info=lambda: SimpleNamespace(client_info=clients))
     assert supervision._heard(session, ["here", "gone", "lost", "new", "other"]) == {"here"}
+
+
+def test_a_server_that_goes_in_the_middle_is_told_in_words(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to who looks on: NVFLARE raises errors of its own; and a file of jobs may be empty after a kill."""
+    path = server.folder / SUBMITTED
+    path.write_text("")
+    with pytest.raises(KnobError, match=r"no job of .* runs"):
+        supervision.follow(server.folder, attach=True)
+    path.write_text("job 1\n")
+    monkeypatch.setattr(supervision, "session_of", gone_in_the_middle)
+    for ask in (supervision.stop, lambda folder: supervision.connected_sites(folder, "a", 0.0)):
+        with pytest.raises(CoterieError, match=r"does not answer: \w+Error: .*; start it"):
+            ask(server.folder)
+    assert not path.exists(), "whoever follows the run submits no other"
+    jobs = supervision.Jobs(server.folder, "ab", 0.0, lambda: None, print)
+    jobs._note("job 2")
+    assert not path.exists(), "what `stop` took away stays away"
+
+
+@contextmanager
+def gone_in_the_middle(kit: Path, wait: float) -> Iterator[Any]:
+    def gone(*_: Any) -> Any:
+        raise RuntimeError("the connection is closed")
+
+    yield SimpleNamespace(get_system_info=gone, get_job_meta=gone)

@@ -215,7 +215,7 @@ def quoted(value: Any) -> str:
 
 
 def filled(template: str, **values: Any) -> str:
-    """Return a file of `templates` with these values; the filter `toml` writes one as TOML."""
+    """Return a file of `templates` with these values; the filter `quoted` writes one as TOML, or JSON."""
     import jinja2
 
     made = jinja2.Environment(  # noqa: S701  # no HTML
@@ -225,5 +225,5 @@ def filled(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters["toml"] = quoted
+    made.filters["quoted"] = quoted
     return made.get_template(template).render(values)

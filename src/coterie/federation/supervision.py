@@ -22,6 +22,7 @@ from coterie.federation.settings import MIXTURE, lead_settings, members_of
 from coterie.federation.watching import Joined, RunWatch
 from coterie.federation.workspace import SECONDS_BETWEEN_SIGNS_OF_LIFE, require_nvflare
 from coterie.recording.progress import progress_bar
+from coterie.recording.record import Record
 
 SECONDS_BETWEEN_POLLS = 0.5
 """How long to wait from one poll of the run to the next."""
@@ -30,6 +31,11 @@ SECONDS_TO_RECONNECT = 10.0
 """How long sites that were connected before have to connect again, once one of them is."""
 
 SECONDS_A_SIGN_OF_LIFE_LASTS = 4 * SECONDS_BETWEEN_SIGNS_OF_LIFE
+
+NO_SERVER = (
+    "the server does not answer: {}; start it (`coterie federate server {}`); a run that was on its"
+    " way goes on with `coterie federate run --resume`"
+)
 
 SUBMITTED = "submitted.txt"
 """NVFLARE's names of the jobs that run, in user 0's folder; they are to end where it is gone."""
@@ -57,7 +63,8 @@ def follow(
         resume: go on with the run that is there.
         attach: follow the job that runs already.
         wait: how many seconds the server and the sites have to connect.
-        attempts: how many jobs may end early; those ended for a site that is back do not count.
+        attempts: how many jobs in a row may end early with no step further; those ended for a site
+            that is back do not count.
         show_line: shows a line.
         progress: whether to draw a bar; None: where standard error is a terminal.
     """
@@ -99,7 +106,7 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
         return False
     jobs = _submitted(path)
     path.unlink()  # whoever follows it submits no other
-    with session_of(folder / "lead", wait) as session:
+    with session_of(folder / "lead", wait) as session, _errors_told(folder):
         running = [job for job in jobs if not _status(session, job).startswith("FINISHED")]
         for job in running:
             session.abort_job(job)
@@ -109,6 +116,15 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
 def _submitted(path: Path) -> list[str]:
     """Return NVFLARE's names of the job that runs, and of one that is to go on from it."""
     return path.read_text(encoding="utf-8").splitlines()
+
+
+def _running(session: Any, jobs: Sequence[str]) -> list[str]:
+    """Return which of these jobs have not ended; a server that was started anew may not know one."""
+    states = {}
+    for job in jobs:
+        with contextlib.suppress(Exception):  # NVFLARE raises several kinds
+            states[job] = _status(session, job)
+    return [job for job, state in states.items() if not state.startswith("FINISHED")]
 
 
 class Jobs:
@@ -129,12 +145,20 @@ class Jobs:
         self.out, self.path, self.why = folder / RUN, folder / SUBMITTED, ""
         self.joined = Joined(folder / "server", names)
         self.asked = set(names)  # who is in the job
+        self.pause, self.next_at = SECONDS_TO_RECONNECT, 0.0  # of a job that goes on from another
 
     def bring_to_end(self, attempts: int, *, attach: bool) -> bool:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
-        if attach and not self.path.exists():
+        if attach and not (self.path.exists() and _submitted(self.path)):
             raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
-        failed, begun = 0, attach
+        if not attach and self.path.exists():
+            with session_of(self.folder / "lead", self.wait) as session:
+                if _running(session, _submitted(self.path)):
+                    raise KnobError(
+                        f"a job of {self.folder} runs already: follow it (`coterie federate attach"
+                        f" {self.folder}`), or end it (`coterie federate stop {self.folder}`)"
+                    )
+        failed, begun, furthest = 0, attach, self._step()
         try:
             while failed < attempts:
                 with _signals_interrupt(), session_of(self.folder / "lead", self.wait) as session:
@@ -149,16 +173,22 @@ class Jobs:
                 left = self.left()
                 if (self.out / SUMMARY).exists() and not left:
                     return True
-                failed += 1
+                failed = failed + 1 if self._step() <= furthest else 1
+                furthest = max(furthest, self._step())
                 without = f", without the end of {', '.join(left)}" if left else ""
                 self.show_line(
-                    f"job {failed} has ended early ({status}){without}; going on from the last"
+                    f"the job has ended early ({status}){without}; going on from the last"
                     " checkpoint"
                 )
         finally:
             self.path.unlink(missing_ok=True)
-        self.why = f"{attempts} jobs have ended early"
+        self.why = f"{attempts} jobs in a row have ended early"
         return False
+
+    def _step(self) -> int:
+        """Return the step of the run's last point."""
+        points = Record.load(self.out / RECORD).points if (self.out / RECORD).exists() else []
+        return points[-1].step if points else -1
 
     def left(self) -> list[str]:
         """Return who has not ended, where everyone trains."""
@@ -181,6 +211,7 @@ class Jobs:
         if enough:
             for name in (SUMMARY, REFUSED):  # by which an end is known
                 (self.out / name).unlink(missing_ok=True)
+            self.asked = set(here)
             self.path.write_text(f"{self._submit(session, here)}\n", encoding="utf-8")
         return enough
 
@@ -188,13 +219,12 @@ class Jobs:
         """Submit a job to these sites, and return NVFLARE's name of it."""
         self.joined()
         self.joined.names.clear()
-        self.asked = set(here)
         job = write_job(self.folder.absolute() / "job", sorted(here), everyone=self.everyone)
         return str(session.submit_job(str(job)))
 
     def _note(self, *jobs: str) -> None:
         """Write down the jobs that run, unless `stop` has taken the file away."""
-        with self.path.open("r+", encoding="utf-8") as file:
+        with contextlib.suppress(FileNotFoundError), self.path.open("r+", encoding="utf-8") as file:
             file.truncate()
             file.write("".join(f"{job}\n" for job in jobs))
 
@@ -204,7 +234,7 @@ class Jobs:
         A site that has joined since a job began is in no job. What is left is submitted anew, with
         all who are here; the job ends once the next one waits for that. Ctrl-C ends all.
         """
-        job, *later = _submitted(self.path)
+        (job, *later), asked_later = _submitted(self.path), self.asked
         try:
             while True:
                 self.show_new()
@@ -221,17 +251,20 @@ class Jobs:
                 _check_wanted(self.path)
                 if later and (over[0] or (self.out / NEXT).exists()):
                     self._abort(session, job)
-                    job, later = later[0], []
+                    job, later, self.asked = later[0], [], asked_later
+                    self.pause = SECONDS_TO_RECONNECT
                     self._note(job)
-                elif any(over):  # the next one has not begun: another try
-                    later, self.asked = [], self.asked & here
+                elif any(over):  # the next one has not begun: another try, later each time
+                    later, self.next_at = [], time.monotonic() + self.pause
+                    self.pause *= 2
                     self._note(job)
                 back = self.joined() | (here - self.asked)
-                if back and not later and self._has_begun():
+                if back and not later and self._has_begun() and time.monotonic() >= self.next_at:
                     names = ", ".join(sorted(back))
                     self.show_line(f"back: {names}; going on in a job with all that are here")
                     (self.out / NEXT).unlink(missing_ok=True)
-                    later = [self._submit(session, here | back)]
+                    self.asked, asked_later = self.asked - back, here | back
+                    later = [self._submit(session, asked_later)]
                     self._note(job, *later)
                 time.sleep(SECONDS_BETWEEN_POLLS)
         except KeyboardInterrupt:
@@ -279,15 +312,21 @@ def session_of(kit: Path, wait: float) -> Iterator[Any]:
         with redirect_stdout(io.StringIO()):  # it says that it connects
             session = new_secure_session(LEAD, str(kit.absolute()), timeout=wait)
     except Exception as error:  # NVFLARE raises several kinds
-        raise CoterieError(
-            f"the server does not answer: {error}; start it (`coterie federate server"
-            f" {kit.parent}`); a run that was on its way goes on with `coterie federate run"
-            " --resume`"
-        ) from error
+        raise CoterieError(NO_SERVER.format(error, kit.parent)) from error
     try:
         yield session
     finally:
         session.close()
+
+
+@contextmanager
+def _errors_told(folder: Path) -> Iterator[None]:
+    """Say in words that the server has gone in the middle of a question."""
+    try:
+        yield
+    except Exception as error:  # NVFLARE raises several kinds
+        told = f"{type(error).__name__}: {error}"
+        raise CoterieError(NO_SERVER.format(told, folder)) from error
 
 
 def _heard(session: Any, names: Collection[str]) -> set[str]:
@@ -310,7 +349,7 @@ def _connected(session: Any, names: Sequence[str], wait: float, patience: float)
 
 def connected_sites(folder: Path, names: Sequence[str], wait: float) -> set[str]:
     """Return which sites the server hears now."""
-    with session_of(folder / "lead", wait) as session:
+    with session_of(folder / "lead", wait) as session, _errors_told(folder):
         return _heard(session, names)
 
 

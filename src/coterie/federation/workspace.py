@@ -17,7 +17,7 @@ from typing import Any
 from coterie.engines.requests import MAX_POINTS
 from coterie.errors import CoterieError, KnobError, not_installed
 from coterie.federation.job import CONTROLLER, EXECUTOR, site_class
-from coterie.federation.manifest import CERTIFICATES, Kit
+from coterie.federation.manifest import CERTIFICATES, Kit, filled
 from coterie.federation.watching import LOG
 
 WORKSPACE = "nvflare"
@@ -50,23 +50,6 @@ _LOADED = {
     "site": ["nvflare.private.fed.app.client.worker_process", EXECUTOR.rpartition(".")[0]],
 }
 """What the process of a job needs of NVFLARE."""
-_LOG = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"plain": {"format": "%(asctime)s - %(name)s - %(levelname)s - %(message)s"}},
-    "handlers": {
-        "console": {
-            "class": "logging.StreamHandler",
-            "formatter": "plain",
-            "stream": "ext://sys.stdout",
-        }
-    },
-    # Collab has several lines for every gradient.
-    "loggers": {
-        "root": {"level": "INFO", "handlers": ["console"]},
-        "nvflare.collab": {"level": "WARNING"},
-    },
-}
 
 
 def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None) -> Path:
@@ -84,17 +67,8 @@ def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None)
     for name in CERTIFICATES:
         shutil.copyfile(folder / name, place / "startup" / name)
         (place / "startup" / name).chmod(0o600)
-    # TLS, with certificates on both sides
-    service = {"target": f"{kit.server}:{kit.port}", "scheme": "grpc"}
-    client = {
-        "ssl_private_key": "client.key",
-        "ssl_cert": "client.crt",
-        "ssl_root_cert": "rootCA.pem",
-    }
-    client |= {"fqsn": kit.site, "connection_security": "mtls"}
-    servers = [{"name": kit.consortium, "service": service, "identity": kit.server}]
-    connection = {"format_version": 2, "servers": servers, "client": client | {"is_leaf": True}}
-    write_configuration(place / "startup" / "fed_client.json", connection)
+    connection = filled("fed_client.json", kit=kit)  # TLS, with certificates on both sides
+    (place / "startup" / "fed_client.json").write_text(connection, encoding="utf-8")
     components = [
         {"id": id_, "path": f"nvflare.app_common.{path}", "args": args}
         for id_, path, args in _COMPONENTS
@@ -106,7 +80,8 @@ def site_workspace(folder: Path, kit: Kit, classes: Sequence[str] | None = None)
     }
     resources |= {"components": components, "allow_log_streaming": False}
     write_limits(place / "local", resources, classes, kit.size)
-    write_configuration(place / "local" / "log_config.json", _LOG)
+    # Collab has several lines for every gradient, of which this takes warnings only
+    (place / "local" / "log_config.json").write_text(filled("log_config.json"), encoding="utf-8")
     return place
 
 

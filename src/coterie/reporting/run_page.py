@@ -27,7 +27,7 @@ def details(record: Record, weight: float | None = None) -> list[Section]:
     stepwise = "exchanges" not in record.end.account
     return [
         Section("How it was trained", summary(record, weight)[2:], folded=True),
-        *(_curves(record) + _weights(record) if stepwise else []),
+        *(_loss_curves(record) + _weights(record) if stepwise else []),
         *_leaderboard(record),
         *_constants(record),
         _peers(record),
@@ -35,7 +35,7 @@ def details(record: Record, weight: float | None = None) -> list[Section]:
     ]
 
 
-def _curves(record: Record) -> list[Section]:
+def _loss_curves(record: Record) -> list[Section]:
     wanted = {
         "own_loss": "own training loss",
         "validation_loss": "validation loss",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from scipy import special
 from torch import nn
 
-from coterie.evaluation.comparing import compare, constant_loss
+from coterie.evaluation.evaluate import compare, constant_loss
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import ALONE_KINDS
 from coterie.recording.configuration import Configuration, counted
@@ -92,11 +92,9 @@ def _beside_alone(configuration: Configuration, end: End) -> Verdict:
     """Return the verdict beside the model trained alone, where what is served is no constant."""
     name = configuration.me.name
     if asks_nobody(configuration):
-        why = (
-            "no peer was asked"
-            if configuration.alone
-            else "no peer was given weight before the first step"
-        )
+        why = "no peer was given weight before the first step"
+        if configuration.alone:
+            why = "no peer was asked"
         return Verdict(
             "alone",
             f"The model for {name} was trained alone:"
