@@ -71,8 +71,11 @@ def main() -> None:
     options = parser.parse_args()
     every = [repetition(options.own, seed) for seed in range(options.repetitions)]
     print(f"{options.own} own rows, {options.repetitions} repetitions")
-    for what, told in (("told", lambda each: each[0].value), ("should be", lambda each: each[1])):
-        value = {name: np.array([told(one[name]) for one in every]) for name in NAMES}
+    for k, what in enumerate(("told", "should be")):
+        value = {
+            name: np.array([(one[name][0].value, one[name][1])[k] for one in every])
+            for name in NAMES
+        }
         worse = np.maximum(value["stranger"], value["liar"])
         both = float(np.mean(np.minimum(value["copy 1"], value["copy 2"]) > worse))
         mean = float(np.mean((value["copy 1"] + value["copy 2"]) / 2 > worse))

@@ -92,9 +92,10 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def test_the_page_of_a_closed_form_says_how_much_follows_peers_and_draws_no_steps(
     tmp_path: Path,
 ) -> None:
-    me, peer = (examples(n, n, 1.0, classes=True) for n in (12, 60))
-    me, peers = coterie.User("me", *me), [coterie.User("peer", *peer)]
-    run = coterie.train(nn.Linear(4, 2), cross_entropy, me, peers, coterie.Mixture(), measure=False)
+    me, peer = (coterie.User(f"{n} rows", *examples(n, n, 1.0, classes=True)) for n in (12, 60))
+    run = coterie.train(
+        nn.Linear(4, 2), cross_entropy, me, [peer], coterie.Mixture(), measure=False
+    )
     text = " ".join(text_of(run.report(tmp_path / "report.html")))
     board = run.record.end.account["leaderboard"]
     own = sum(board[kind]["weight"] for kind in ("constant", "alone") if kind in board)

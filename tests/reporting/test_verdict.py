@@ -201,7 +201,7 @@ def test_without_a_test_set_the_account_of_adaptive_averaging_tells() -> None:
 
 def test_a_model_that_may_be_no_better_than_a_constant_is_not_advised() -> None:
     constant = {"weight": 0.0, "loss": 0.6, "difference": -0.1, "low": -0.25, "high": 0.05}
-    account = {"leaderboard": {"pooled": {"weight": 0.9}, "constant": constant}}
+    account: dict[str, Any] = {"leaderboard": {"pooled": {"weight": 0.9}, "constant": constant}}
     account |= {"out_of_fold": 0.5, "error": 0.1, "difference": -0.5, "low": -0.75, "high": -0.25}
     said = verdict(ASKED, end(account=account))
     assert (said.finding, said.advice) == ("better", DOUBT)
