@@ -18,6 +18,10 @@ For NVFLARE, over mutual TLS, in one job (`engines_flare.py`): a bare Collab cal
 gets as much back; the same with gradients by plain autograd; `Remote.gradients`; the same with
 `secure_sums`.
 
+For Flower, its messages: a grid in this process that packs each message as Flower sends it, to a
+ClientApp that runs at once. (A deployment starts a process for each, which takes seconds and would
+hide what differs; `benchmarks/flower.py` has whole runs.)
+
 The model has d parameters and next to no arithmetic, so that what is compared is the exchange.
 Another engine joins by a function in `ENGINES` that measures it beside its own bare call.
 """
@@ -35,7 +39,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -221,9 +228,72 @@ def nvflare(d: int, seconds: float, _: Sequence[str] = SIDES) -> dict[str, float
     return flare(d, seconds)
 
 
+def flower(d: int, seconds: float, _: Sequence[str] = SIDES) -> dict[str, float]:
+    """Return the median milliseconds of a bare exchange of Flower's messages, and of ours."""
+    # Flower need not be installed for the others
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from flwr.app import ArrayRecord, Message, RecordDict  # noqa: PLC0415
+    from flwr.clientapp import ClientApp  # noqa: PLC0415
+    from tests.support.flower import DirectGrid  # noqa: PLC0415
+
+    from coterie.flower import FlowerGrid, client_app  # noqa: PLC0415
+
+    def gradient(model: Flat, mine: coterie.User, at: Any) -> Any:
+        with torch.no_grad():
+            model.w.copy_(torch.from_numpy(np.array(at)))
+        inputs, targets = mine.batch(4, seed=0, step=0)
+        return torch.autograd.grad(mse_loss(model(inputs), targets), [model.w])[0].numpy()
+
+    def record(array: Any) -> RecordDict:
+        return RecordDict({"arrays": ArrayRecord([np.asarray(array)])})
+
+    def array_of(message: Message) -> Any:
+        return message.content.array_records["arrays"].to_numpy_ndarrays()[0]
+
+    def bare_app(rank: int) -> ClientApp:
+        app, model, mine = ClientApp(), Flat(d), user(rank)
+
+        @app.query("plain")
+        def plain(message: Message, _: Any) -> Message:
+            return Message(record(gradient(model, mine, array_of(message))), reply_to=message)
+
+        return app
+
+    def app(mine: coterie.User) -> ClientApp:
+        return client_app(lambda _: mine, lambda _: Flat(d), mse_loss)
+
+    torch.set_num_threads(1)
+    model, ranks = Flat(d), range(1, 1 + PEERS)
+    x, here = Parameters(model).share(), Flat(d)
+    grid = DirectGrid([bare_app(rank) for rank in ranks], packed=True)
+    apps = [app(user(rank)) for rank in ranks]
+    engine = FlowerGrid(DirectGrid(apps, packed=True), PEERS)(
+        model, mse_loss, user(0), batch_size=4
+    )
+    weights = dict.fromkeys(engine.names, 1 / PEERS)
+
+    def bare() -> None:
+        asked = record(x.detach().numpy())
+        sent = grid.push_messages([Message(asked, rank, "query.plain") for rank in ranks])
+        answers = [torch.from_numpy(array_of(reply)) for reply in grid.pull_messages(sent)]
+        own = torch.from_numpy(gradient(here, user(0), x.detach().numpy()))
+        (own + sum(answers) / PEERS).norm()
+
+    measured = {"bare": bare, "ours": lambda: engine.gradients(x, 0, weights)}
+    n_steps = max(5, int(seconds / ROUNDS / 2 / (10e-3 if d < 100_000 else 100e-3)))
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    for _turn in range(ROUNDS):
+        for name, side in measured.items():
+            times[name].append(1e3 * statistics.median(timed(side, n_steps)))
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    ratios = [ours / bare for ours, bare in zip(times["ours"], times["bare"], strict=True)]
+    return medians | {"ratio": statistics.median(ratios)}
+
+
 ENGINES: dict[str, Callable[[int, float, Sequence[str]], dict[str, float]]] = {
     "torch": torch_distributed,
     "nvflare": nvflare,
+    "flower": flower,
 }
 
 

@@ -25,7 +25,7 @@ from users_in_turn import options, problem_of, users_of
 
 import coterie
 from coterie.benchmark.sets import SETS
-from coterie.choosing.adaptive.schedule import Schedule
+from coterie.choosing.adaptive.adaptive_learner import Schedule
 
 RULES: dict[str, coterie.Rule | coterie.AdaptiveAveraging] = {
     "averaging": coterie.WeightedAveraging(0.6),

@@ -1,11 +1,13 @@
-"""A site that is killed and started again: how soon it is asked, and whether the run is what it says.
+"""What is killed and started again: how soon sites are asked, and whether the run is what it says.
 
-    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0]
+    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0] [--who site worker lead server]
 
 Three sites and user 0 on this machine, over NVFLARE with mutual TLS (examples/consortium.py). At a
 random step one site is killed (SIGKILL, with all its processes) and, after the pause, started
 again. A row is one time: the step, the seconds from its start to its connection, from there to its
-first answer, and the longest time that the others were not asked for meanwhile.
+first answer, and the longest time that the others were not asked for meanwhile. With `--who` what
+is killed is one of these: a site; the process of the job at a site (worker) or at user 0 (lead),
+which `federate run` makes up for; or the server, which is started again.
 
 In the end the same run is made in this process, with each site absent in just the steps that the
 record says. Points of the record (weights, losses, who was left out) and the model must be equal.
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 import coterie
@@ -145,7 +148,13 @@ def longest_pause(kits: Sequence[Path], since: float) -> float:
     return max((b - a for a, b in pairwise(late)), default=0.0)
 
 
-def main(times: int, seed: int, pause: float) -> None:
+def job_of(party: psutil.Process) -> psutil.Process:
+    """Return the process of a job that is under way at a party: the oldest of those that loaded for one."""
+    there = [p for p in party.children(recursive=True) if "coterie.federation.spare" in p.cmdline()]
+    return min(there, key=psutil.Process.create_time)
+
+
+def main(times: int, seed: int, pause: float, who: Sequence[str]) -> None:
     """Kill, start and print."""
     rng, folder = np.random.default_rng(seed), Path(tempfile.mkdtemp()) / "trial"
     sites = consortium.set_up(folder, consortium.hospitals(None), "va", OPTIONS)
@@ -155,7 +164,7 @@ def main(times: int, seed: int, pause: float) -> None:
         (kit / "coterie.toml").write_text(re.sub(r"(?m)^gradients = \d+", LIFTED, text))
     commands = consortium.commands(folder, sites)
     with contextlib.ExitStack() as life:
-        _, *processes = life.enter_context(consortium.started(*commands))
+        server, *processes = life.enter_context(consortium.started(*commands))
         run = [*consortium.COTERIE, "run", str(folder)]
         life.enter_context(consortium.started(run))
         waited = until(lambda: all(answers(kit) > 20 for kit in kits), "the run's start")
@@ -164,16 +173,33 @@ def main(times: int, seed: int, pause: float) -> None:
             which = int(rng.integers(len(sites)))
             kit, said = kits[which], kits[which] / "said.txt"
             until(partial(has_answered, kit, answers(kit) + int(rng.integers(10, 200))), "steps")
-            since = time.time()
-            consortium.end([processes[which]])
-            step, before = step_of(kit), answers(kit)
+            kind, since = str(rng.choice(list(who))), time.time()
+            if kind == "site":
+                consortium.end([processes[which]])
+            elif kind == "server":
+                consortium.end([server])
+            else:
+                job_of(server if kind == "lead" else processes[which]).kill()
+            step, before = step_of(kit), {each: answers(each) for each in kits}
             time.sleep(pause)
-            (processes[which],) = life.enter_context(consortium.started(commands[1 + which]))
-            up = until(lambda said=said: "connected to the server" in said.read_text(), "it")  # type: ignore[misc]
-            asked = until(partial(has_answered, kit, before), "asking it")
+            up = 0.0
+            if kind == "site":
+                (processes[which],) = life.enter_context(consortium.started(commands[1 + which]))
+                up = until(lambda said=said: "connected to the server" in said.read_text(), "it")  # type: ignore[misc]
+            elif kind == "server":
+                (server,) = life.enter_context(consortium.started(commands[0]))
+            # those who were not killed may have been about to answer
+            back = {kit: 0} if kind == "site" else dict.fromkeys(kits, 3)
+            asked = until(
+                lambda more=before, back=back: all(  # type: ignore[misc]
+                    has_answered(each, more[each] + least) for each, least in back.items()
+                ),
+                "asking it",
+            )
             others = [other for other in kits if other != kit]
+            what = sites[which] if kind == "site" else f"the {kind}"
             print(
-                f"{k + 1}: {sites[which]} killed at step {step}: connected after {up:.1f} s, asked"
+                f"{k + 1}: {what} killed at step {step}: connected after {up:.1f} s, asked"
                 f" {asked:.1f} s later, at step {step_of(kit)}; the others waited at most"
                 f" {longest_pause(others, since):.1f} s (load {os.getloadavg()[0]:.0f})",
                 flush=True,
@@ -194,4 +220,6 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    kinds = ("site", "worker", "lead", "server")
+    parser.add_argument("--who", nargs="+", choices=kinds, default=["site"])
     main(**vars(parser.parse_args()))

@@ -24,7 +24,7 @@ import pandas as pd
 
 from coterie.benchmark.tools import TOOLS
 
-FORMS = ("adaptive", "adaptive-guarded")
+FORMS = ("adaptive", "mixture", "mixture-trees")
 """What is counted beside the plain tools."""
 PLACE = ["set", "condition"]
 

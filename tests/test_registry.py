@@ -15,15 +15,15 @@ from coterie.errors import KnobError, UserCodeError
 from coterie.methods import METHODS, Method
 from coterie.registry import (
     IMPORTS,
-    FromRun,
+    Computed,
     Registry,
-    RunFacts,
+    RunSizes,
     import_from_environment,
     import_user_code,
 )
 from coterie.rules import RULES, Rule, WeightedAveraging
 
-RUN = RunFacts(own_examples=10, peers={"a": 20, "b": 10, "c": 30}, steps=60)
+RUN = RunSizes(own_examples=10, peers={"a": 20, "b": 10, "c": 30}, steps=60)
 
 
 def new(group: str = "coterie.nothing") -> Registry[Any]:
@@ -88,7 +88,7 @@ def test_building_takes_defaults_knobs_and_facts_of_the_run() -> None:
     registry.register("needy", WeightedAveraging)
     with pytest.raises(KnobError, match="'needy' needs `alpha`"):
         registry.entry("needy").build({}, RUN)
-    half = FromRun(lambda run: 0.5 * run.own_examples / run.peer_examples)
+    half = Computed(lambda run: 0.5 * run.own_examples / run.peer_examples)
     assert registry.entry("needy").build({"alpha": half}, RUN) == WeightedAveraging(0.5 / 6)
 
 

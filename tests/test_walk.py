@@ -32,6 +32,10 @@ def test_the_walk_that_is_shown_is_taken() -> None:
     assert all(each in taken for each in shown), (
         "the functions shown are not called, or not in this order"
     )
+    drawn = page.split("```")[1]
+    assert {each.partition("/")[0] for each, _ in walk.walk} - {"errors.py"} <= set(
+        re.findall(r"[a-z]+", drawn)
+    )
     _, functions, files, packages, classes, _ = walk.row()
     counted = {"functions": functions, "files": files, "packages": packages, "classes": classes}
     assert all(counted[name] <= most for name, most in AT_MOST.items()), counted

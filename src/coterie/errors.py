@@ -97,11 +97,11 @@ class UserCodeError(CoterieError, RuntimeError):
 
 
 @contextmanager
-def blaming(whose: str) -> Iterator[None]:
+def attributing_errors_to(whose: str) -> Iterator[None]:
     """Let an error that code of somebody else raises inside say whose it is.
 
     Example:
-        >>> with blaming("the metric 'odd'"):
+        >>> with attributing_errors_to("the metric 'odd'"):
         ...     1 / 0
         Traceback (most recent call last):
         ...

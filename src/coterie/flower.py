@@ -9,25 +9,30 @@ take part. Its deployment starts a process for every message, about 20 s; so ask
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from torch import nn
 
 from coterie.arguments import COUNT, POSITIVE
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.ledger import owner_only
+from coterie.engines.remote.codec import packed, unpacked
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.responder import Responder
-from coterie.errors import DataError, KnobError
+from coterie.engines.remote.responder import METHODS, Responder
+from coterie.errors import DataError, KnobError, printable
 from coterie.privacy.privacy import Privacy
+from coterie.privacy.sums import SumsOnly
+from coterie.recording.files import wait_for_lock
 from coterie.users.user import Loss, User
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+    from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid
 except ImportError as error:
@@ -40,6 +45,12 @@ __all__ = ["FlowerGrid", "FlowerSites", "client_app"]
 POLL = 0.02
 """Seconds between two looks for replies."""
 
+LETTER = "letter"
+"""What a message holds."""
+
+SUMS = {"offer", "join", "part"}
+"""What a peer must remember."""
+
 
 def client_app(
     user_of: Callable[[Context], User],
@@ -48,6 +59,7 @@ def client_app(
     *,
     caps: Caps | None = None,
     privacy: Privacy | None = None,
+    sums: SumsOnly | None = None,
     log_of: Callable[[Context], Path] | None = None,
 ) -> ClientApp:
     """Return the ClientApp of a peer, which answers user 0.
@@ -58,18 +70,20 @@ def client_app(
         loss: as in `train`.
         caps: what the peer gives at most; see `Caps`.
         privacy: what the peer promises about each example; see `Privacy`.
-        log_of: the file in which requests are counted; the secret by which batches are drawn is
-            beside it. Caps and privacy need it, since Flower forgets a ClientApp after each
-            message: with a new secret each time, user 0 could compare other draws.
+        sums: give masked sums only, and which; see `SumsOnly`.
+        log_of: the file in which requests are counted; the secret by which batches are drawn, and
+            the keys of masked sums, are beside it. Caps, privacy and sums need it, since Flower
+            forgets a ClientApp after each message: with a new secret each time, user 0 could
+            compare other draws.
 
     Example:
         >>> import torch, coterie.flower  # doctest: +SKIP
         >>> app = coterie.flower.client_app(my_user, my_model, torch.nn.CrossEntropyLoss())  # doctest: +SKIP
     """
-    if log_of is None and (privacy is not None or caps not in (None, Caps())):
+    if log_of is None and (privacy is not None or sums is not None or caps not in (None, Caps())):
         raise KnobError(
             "`log_of` must name a file: Flower forgets a ClientApp after each message, and so its"
-            " counts and the secret by which it draws batches"
+            " counts, its keys and the secret by which it draws batches"
         )
     # where Flower keeps the process, the model is built once
     known: dict[tuple[int, int], Responder] = {}
@@ -77,30 +91,55 @@ def client_app(
     def responder(context: Context) -> Responder:
         place = context.run_id, context.node_id
         if place not in known:
-            log = None if log_of is None else log_of(context)
             passes = Passes(model_of(context), loss)
-            known[place] = Responder(Peer(user_of(context), passes, caps, log, privacy=privacy))
+            peer = Peer(user_of(context), passes, caps, log_of and log_of(context), privacy=privacy)
+            known[place] = Responder(peer, sums)
         return known[place]
 
+    return app_of(responder, log_of)
+
+
+def app_of(
+    responder_of: Callable[[Context], Responder], log_of: Callable[[Context], Path] | None
+) -> ClientApp:
+    """Return the ClientApp of which each question is answered by a `Responder`."""
     app = ClientApp()
 
-    @app.query("name")
-    def name(message: Message, context: Context) -> Message:
-        return Message(to_record({"name": user_of(context).name}), reply_to=message)
+    def answers(method: str) -> None:
+        @app.query(method)
+        def answer(message: Message, context: Context) -> Message:
+            responder, asked = responder_of(context), from_record(message.content)
+            if method == "name":
+                reply: dict[str, Any] = {"name": responder.peer.user.name}
+            elif method not in SUMS:
+                reply = responder.answer(method, asked)
+            elif log_of is None:
+                reply = {"refused": "it keeps no log, without which it takes part in no masked sum"}
+            else:
+                with _kept(responder, log_of(context), context.run_id):
+                    reply = responder.answer(method, asked)
+            return Message(to_record(reply), reply_to=message)
 
-    @app.query("ready")
-    def ready(message: Message, context: Context) -> Message:
-        return answered("ready", message, context)
-
-    @app.query("gradients")
-    def gradients(message: Message, context: Context) -> Message:
-        return answered("gradients", message, context)
-
-    def answered(method: str, message: Message, context: Context) -> Message:
-        answer = responder(context).answer(method, from_record(message.content))
-        return Message(to_record(answer), reply_to=message)
-
+    for method in ("name", *METHODS):
+        answers(method)
     return app
+
+
+@contextmanager
+def _kept(responder: Responder, log: Path, run: int) -> Iterator[None]:
+    """Let what a peer has agreed to, and the masks that it has used, outlive the process.
+
+    One process at a time: no mask is used twice.
+    """
+    path = log.with_name(f"{log.name}.sums")
+    with open(path, "a+b", opener=owner_only) as file:
+        wait_for_lock(file.fileno())  # closing the file lets it go
+        file.seek(0)
+        kept = json.loads(file.read() or b"{}")
+        responder.member.go_on(kept.get("member", {}) if kept.get("run") == run else {})
+        yield
+        file.truncate(0)
+        file.write(json.dumps({"run": run, "member": responder.member.kept()}).encode())
 
 
 @dataclass(frozen=True)
@@ -116,8 +155,7 @@ class FlowerGrid:
         timeout: seconds to wait for a SuperNode in one exchange.
         longest: seconds that the exchanges of a run may take, by how long the SuperNodes took to
             tell their names; a run beyond it is refused before its first step.
-        knobs: further arguments of `Remote`, such as `minimum`. Masked sums need a process that
-            stays, which a SuperNode is not; Flower has secure aggregation of its own.
+        knobs: further arguments of `Remote`, such as `minimum` or `secure_sums`.
 
     Example:
         >>> import coterie.flower  # doctest: +SKIP
@@ -136,10 +174,10 @@ class FlowerGrid:
         POSITIVE("patience", self.patience)
         POSITIVE("timeout", self.timeout)
         POSITIVE("longest", self.longest)
-        for name in {"secure_sums", "compress"} & set(self.knobs):
+        if "compress" in self.knobs:
             raise KnobError(
-                f"`{name}` must be left out over Flower: it needs a peer whose process stays"
-                " between messages"
+                "`compress` must be left out over Flower: what a message loses is added to the next"
+                " by a process that stays"
             )
 
     def __call__(
@@ -177,7 +215,8 @@ class FlowerGrid:
             time.sleep(POLL)
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
         began = time.monotonic()
-        replies = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began)).wait()
+        sent = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began))
+        replies = sent.wait()
         seconds = time.monotonic() - began
         names: dict[str, int] = {}
         for node, reply in sorted(replies.items()):
@@ -189,9 +228,10 @@ class FlowerGrid:
                 )
             names[name] = int(node)
         if len(names) < self.peers:
+            why = "".join(f"; {node}: {printable(said)}" for node, said in sent.failed.items())
             raise DataError(
                 f"{len(names)} of {self.peers} SuperNodes told their names; see the logs of the"
-                " others"
+                f" others, or let them take longer (`patience`){why}"
             )
         return dict(sorted(names.items())), seconds
 
@@ -241,13 +281,16 @@ class FlowerReplies:
 
     def __init__(self, grid: Grid, ids: Mapping[str, str], timeout: float) -> None:
         self.grid, self.ends, self.replies = grid, time.monotonic() + timeout, dict[str, Any]()
+        self.failed = dict[str, str]()  # why
         self.waiting = {one: name for one, name in ids.items() if one}
 
     def done(self) -> bool:
         """Say whether every SuperNode has answered, failed or run out of time."""
         for message in self._pulled():
             name = self.waiting.pop(message.metadata.reply_to_message_id, None)
-            if name is not None and not message.has_error():
+            if name is not None and message.has_error():
+                self.failed[name] = str(message.error.reason)
+            elif name is not None:
                 self.replies[name] = from_record(message.content)
         return not self.waiting or time.monotonic() > self.ends
 
@@ -262,24 +305,10 @@ class FlowerReplies:
 
 
 def to_record(value: Mapping[str, Any]) -> RecordDict:
-    """Return plain data and arrays as Flower carries them.
-
-    Arrays by number, and JSON that refers to them.
-    """
-    arrays: dict[str, Array] = {}
-
-    def plain(part: Any) -> Any:
-        if isinstance(part, np.ndarray):
-            arrays[str(len(arrays))] = Array(part)
-            return {"array": str(len(arrays) - 1)}
-        if isinstance(part, Mapping):
-            return {"fields": {str(name): plain(each) for name, each in part.items()}}
-        if isinstance(part, list | tuple):
-            return {"items": [plain(each) for each in part]}
-        return {"value": part}
-
-    tree = json.dumps(plain(value))
-    return RecordDict({"arrays": ArrayRecord(arrays), "tree": ConfigRecord({"json": tree})})
+    """Return plain data and arrays as Flower carries them: a letter, as between processes."""
+    letter = packed(value).numpy().tobytes()
+    array = Array(dtype="uint8", shape=(len(letter),), stype=LETTER, data=letter)
+    return RecordDict({LETTER: ArrayRecord({LETTER: array})})
 
 
 def from_record(record: RecordDict) -> Any:
@@ -287,16 +316,8 @@ def from_record(record: RecordDict) -> Any:
 
     None where the record is no such thing, as a wrong sender may make it.
     """
-
-    def full(part: Any) -> Any:
-        ((kind, held),) = part.items()
-        if kind == "array":
-            return record.array_records["arrays"][held].numpy()
-        if kind == "fields":
-            return {name: full(each) for name, each in held.items()}
-        return [full(each) for each in held] if kind == "items" else held
-
     try:
-        return full(json.loads(str(record.config_records["tree"]["json"])))
-    except Exception:  # NumPy raises what zipfile, tokenize and the allocation of memory do
+        letter = record.array_records[LETTER][LETTER].data
+        return unpacked(torch.frombuffer(bytearray(letter), dtype=torch.uint8))
+    except Exception:  # NumPy raises several kinds, also of too large a shape
         return None

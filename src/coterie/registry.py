@@ -27,7 +27,7 @@ IMPORTS = "COTERIE_IMPORT"
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunSizes:
     """What is known of a run before it starts, for knobs that depend on it."""
 
     own_examples: int  # how many examples user 0 trains on
@@ -50,10 +50,10 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class FromRun:
-    """A knob's value as a function of the run's facts."""
+class Computed:
+    """A knob's value as a function of the run's sizes."""
 
-    value: Callable[[RunFacts], Any]
+    value: Callable[[RunSizes], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Entry(Generic[T]):
     name: str
     thing: T
     description: str = ""  # one line
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of knobs; a value may be `FromRun`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of knobs; a value may be `Computed`
     fixed: Sequence[str] = ()  # knobs that make it what it is, whose defaults cannot be changed
     benchmark_settings: Sequence[Mapping[str, Any]] | None = None
     """The knobs that `coterie bench` tries, one mapping for each setting.
@@ -71,7 +71,7 @@ class Entry(Generic[T]):
     None leaves the choice to the benchmark,
     and an empty sequence keeps the thing out of it."""
 
-    def build(self, knobs: Mapping[str, Any], run: RunFacts) -> Any:
+    def build(self, knobs: Mapping[str, Any], run: RunSizes) -> Any:
         """Call the thing with its defaults and these knobs.
 
         One that it does not take is refused.
@@ -85,7 +85,7 @@ class Entry(Generic[T]):
                 )
         values = {**self.defaults, **knobs}
         values = {
-            k: value.value(run) if isinstance(value, FromRun) else value
+            k: value.value(run) if isinstance(value, Computed) else value
             for k, value in values.items()
         }
         if missing := [

@@ -23,7 +23,7 @@ from coterie.benchmark.tools import OURS, TOOLS
 from coterie.benchmark.tuning import Tuning
 from coterie.evaluation.evaluate import evaluate
 from coterie.learners.spec import RunSpec
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import Alone
 from coterie.training.many import train_many
 from coterie.training.train import train, train_spec
@@ -37,8 +37,8 @@ def settings(name: str) -> tuple[MethodSetting, ...]:
     return one.settings
 
 
-def facts(task: SetTask, steps: int = 6) -> RunFacts:
-    return RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
+def facts(task: SetTask, steps: int = 6) -> RunSizes:
+    return RunSizes(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
 
 
 def changed_test_rows(source: Population, task: SetTask) -> Population:
@@ -92,7 +92,7 @@ def test_trials_never_see_the_test_set_and_settings_are_within_the_budget(
         "wga-0.3",
         "wga",
         "wga-auto",
-        "adaptive-guarded",
+        "adaptive",
         "fedavg",
     )
     outcomes = {name: tuned.outcome(settings(name)) for name in whole}

@@ -10,8 +10,7 @@ import pytest
 import torch
 from tests.support.planted import D, measured, spread
 
-from coterie.choosing.gradient_squares import Resampled, Spread, Vectors
-from coterie.choosing.measuring import measure
+from coterie.choosing.measuring import Resampled, Spread, Vectors, measure
 from coterie.choosing.sampled_gradients import SKETCH
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic
 

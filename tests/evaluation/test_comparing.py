@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from coterie.evaluation.comparing import compare
+from coterie.evaluation.evaluate import compare
 from coterie.evaluation.metrics import less_is_better
 from coterie.users.examples import InMemory
 

@@ -18,7 +18,7 @@ from coterie.cli import app
 from coterie.engines.remote.sites import Replies
 from coterie.errors import KnobError
 from coterie.federation.everyone.member_run import MemberRun
-from coterie.federation.everyone.relay import MEMBERS, Standing, relay, unfinished
+from coterie.federation.everyone.relay import MEMBERS, MemberProgress, relay, unfinished
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.manifest import Kit
 from coterie.federation.settings import Training, site_settings
@@ -166,7 +166,7 @@ def test_a_run_that_fails_tells_its_kind_and_keeps_the_reason(folder: Path, tmp_
 
 
 def test_what_a_site_says_of_itself_is_taken_as_far_as_it_can_be(tmp_path: Path) -> None:
-    one = Standing(patience=10.0)
+    one = MemberProgress(patience=10.0)
     one.hear(
         "bern", {"step": -3, "steps": "many", "ended": "yes", "failed": "a\x1b[2J" + "b" * 500}
     )
@@ -174,7 +174,7 @@ def test_what_a_site_says_of_itself_is_taken_as_far_as_it_can_be(tmp_path: Path)
     assert one.failed is not None
     assert one.failed.isprintable()
     assert len(one.failed) <= 101
-    one = Standing(patience=10.0)
+    one = MemberProgress(patience=10.0)
     states: list[Any] = [None, [], "ended", 7]
     for state in states:
         one.hear("bern", state)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -221,7 +222,7 @@ def listening(folder: Path) -> Iterator[None]:
 def test_a_doctor_finds_nothing_where_all_is_well(folder: Path) -> None:
     found = {finding.what: finding for finding in examine(folder / "sites/basel")}
     assert list(found) == [
-        "versions", "disk", "kit", "DNS", "port", "TLS", "certificate", "table",
+        "versions", "disk", "kit", "DNS", "port", "TLS", "clock", "certificate", "table",
     ]  # fmt: skip
     assert [str(each) for each in found.values() if each.remedy] == []
     assert "30 rows" in found["table"].said
@@ -257,19 +258,37 @@ def test_a_doctor_names_what_is_wrong_with_its_remedy(
 
 
 def test_the_end_of_a_certificate_is_told_from_sixty_days_before(folder: Path) -> None:
-    path = folder / "sites/basel/client.crt"
-    days = membership.days_left(path)
-    assert 300 < days < 400
-    (soon,) = doctor._certificates(folder / "sites/basel", "client.crt")
-    assert not soon.remedy
+    kit = folder / "sites/basel"
+    path = kit / "client.crt"
+    assert 300 < membership.days_valid(path)[1] < 400
+    assert [found.remedy for found in doctor.certificates(kit)] == ["", ""]
     for left, said in ((59.5, "for 59 more days|for 60 more days"), (-3, "ended 3 days ago")):
         certificate(path, left)
-        (finding,) = doctor._certificates(folder / "sites/basel", "client.crt")
+        _, finding = doctor.certificates(kit)
         assert any(each in finding.said for each in said.split("|")), finding.said
         assert "renew" in finding.remedy
     path.write_text("nonsense")
-    (finding,) = doctor._certificates(folder / "sites/basel", "client.crt")
+    (finding,) = doctor.certificates(kit)
     assert "cannot be read" in finding.said
+
+
+def test_a_clock_that_is_an_hour_slow_is_told_with_its_remedy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    since, _ = membership.days_valid(folder / "sites/basel/client.crt")
+
+    class Slow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) - timedelta(days=since, hours=1)
+
+    monkeypatch.setattr(membership, "datetime", Slow)
+    (finding,) = doctor.certificates(folder / "sites/basel")
+    assert finding.what == "clock"
+    assert "begins to be valid 1.0 hours later" in finding.said
+    assert "Set this machine's clock" in finding.remedy
+    result = CliRunner().invoke(app, ["federate", "site", str(folder / "sites/basel"), "--service"])
+    assert finding.remedy in result.stderr
 
 
 def test_status_says_how_things_stand(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from coterie.cli import app
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import KnobError, PeerLost
 from coterie.federation import kits
+from coterie.federation import lead as leading
 from coterie.federation.everyone.relay import relay
 from coterie.federation.lead import RUN, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit, fingerprint
@@ -46,6 +48,7 @@ from coterie.federation.settings import (
 )
 from coterie.methods import FedAvg
 from coterie.privacy.accountant import Event, epsilon_of
+from coterie.recording import Configuration, Point, Record, UserSummary
 from coterie.rules import RULES
 from coterie.tables.fit import fit
 from coterie.tables.models import load_model
@@ -590,3 +593,46 @@ def test_trees_grow_with_sites_as_with_users_in_this_process(tmp_path: Path) -> 
     saved = load_model(folder / RUN)
     inputs = task.me.take(torch.arange(len(task.me)), seed=0, step=0)[0]
     torch.testing.assert_close(saved(inputs), here.model(inputs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "how"),
+    [
+        (0.001, 1, {}),
+        (0.02, 2, {}),
+        (0.1, 8, {}),
+        (0.1, 4, {"rule": "wga"}),
+        (0.1, 1, {"rule": "bc"}),  # whose bias would be that of an old point
+        (0.1, 1, {"rarest": 1}),
+        (0.1, 3, {"exchange_every": 3}),
+        (0.1, 1, {"steps": 90}),
+    ],
+)
+def test_a_network_asks_as_rarely_as_its_sites_answer_late(
+    seconds: float,
+    wanted: int,
+    how: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+
+    class Late:
+        def ask(self, names: Sequence[str], method: str, timeout: float, **_: Any) -> LocalReplies:
+            nonlocal clock
+            clock += seconds
+            return LocalReplies({name: {} for name in names})
+
+    monkeypatch.setattr(leading, "time", SimpleNamespace(monotonic=lambda: clock))
+    training = Training(**{"steps": 1000, **how})
+    settings = LeadSettings("me", ("a", "b"), Data(), Model("mlp"), training)
+    told = leading.paced(settings, Late(), tmp_path)
+    assert told.training == replace(training, exchange_every=wanted)
+    linear = replace(settings, model=Model("linear"))
+    assert leading.paced(linear, Late(), tmp_path) == linear
+    # one that goes on does so as it began
+    me = UserSummary(name="me", examples=9)
+    begun = Configuration(rule="", me=me, peers={}, exchange_every=7)
+    Record(begun, tmp_path / leading.RECORD).add(Point(step=0))
+    if not how:
+        assert leading.paced(settings, Late(), tmp_path).training.exchange_every == 7

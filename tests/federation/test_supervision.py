@@ -73,6 +73,11 @@ class Server:
         (self.folder / RUN / SUMMARY).write_text("it is over")
         return None
 
+    def next_dies(self) -> str | None:
+        """Let the job that was submitted last end before it is ready, as where a site is slow."""
+        self.ended.append(self.submitted[-1])
+        return None
+
     def dies(self) -> str | None:
         return "FINISHED:EXECUTION_EXCEPTION"
 
@@ -113,6 +118,26 @@ def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: 
     assert not (server.folder / SUBMITTED).exists()
 
 
+def test_a_site_whose_next_job_fails_is_asked_in_another(server: Server) -> None:
+    said: list[str] = []
+    server.befalls = [lambda: begins(server), lambda: server.joins("b")]
+    server.befalls += [server.next_dies, server.next_dies, server.waits, server.ends]
+    supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
+    assert server.submitted == [f"job {k}" for k in range(1, 5)]
+    assert server.ended == ["job 2", "job 3", "job 1"]
+    assert sum("back: b" in line for line in said) == 3
+
+
+def test_nobody_leads_beside_a_job_that_runs(server: Server) -> None:
+    server.befalls = [lambda: None]
+    server.submitted = ["job 1"]
+    (server.folder / SUBMITTED).write_text("job 1\n")
+    with pytest.raises(KnobError, match=r"runs already: follow it .*attach"):
+        supervision.follow(server.folder, resume=True, wait=0.0, progress=False)
+    assert server.submitted == ["job 1"]
+    assert (server.folder / SUBMITTED).exists(), "it is who follows that job who takes it away"
+
+
 def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +150,7 @@ def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
     server.befalls = [server.dies] * 3
     supervision.follow(server.folder, attempts=3, show_line=said.append, progress=False)
     assert len(server.submitted) == 3
-    assert said[-1] == "3 jobs have ended early; going on alone"
+    assert said[-1] == "3 jobs in a row have ended early; going on alone"
 
 
 def test_without_sites_nothing_begins_and_later_the_run_goes_on_alone(
@@ -192,7 +217,7 @@ def test_a_job_whose_terminal_is_gone_is_followed_again(server: Server) -> None:
     begins(server)
     server.befalls = [server.dies, server.ends]
     result = CliRunner().invoke(app, ["federate", "attach", str(server.folder)])
-    assert "job 1 has ended early" in result.output
+    assert "the job has ended early" in result.output
     assert "it is over" in result.output
     assert server.submitted == ["job 1"]
 

@@ -11,17 +11,20 @@ import copy
 import functools
 import re
 import socket
+import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.clientapp import ClientApp
 from tests.support import processes
 from tests.support.flower import DirectGrid
+from tests.support.nvflare import OverNvflare
 from torch import nn
 
 import coterie
@@ -34,7 +37,7 @@ from coterie.engines.processes.rendezvous import Address, Rendezvous
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalSites
-from coterie.flower import FlowerGrid, client_app
+from coterie.flower import FlowerSites, app_of
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.sums import SumsOnly
 
@@ -97,6 +100,44 @@ class Linked:
             member.leave()
 
 
+class OverFlower:
+    """Sites over Flower's messages; what answers one forgets everything after it, as a process does."""
+
+    def __init__(self, peers: Mapping[str, Peer], sums: SumsOnly | None) -> None:
+        self.folder, self.threads = (
+            tempfile.TemporaryDirectory(),
+            ThreadPoolExecutor(8 * len(peers)),
+        )
+        self.alone = {
+            name: threading.Lock() for name in peers
+        }  # a node runs one ClientApp at a time
+
+        def app(name: str) -> Any:
+            def answer(*message: Any) -> Any:
+                with self.alone[name]:
+                    log = Path(self.folder.name) / name
+                    return app_of(lambda _: Responder(peers[name], sums), lambda _: log)(*message)
+
+            return answer
+
+        self.grid = DirectGrid([app(name) for name in peers], self.threads)
+        self.nodes = {name: node for node, name in enumerate(peers, 1)}
+        self.sites, self.lost = FlowerSites(self.grid, self.nodes), dict[str, Any]()
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Any:
+        return self.sites.ask(names, method, timeout, **arguments)
+
+    def lose(self, name: str) -> None:
+        self.lost[name] = self.grid.apps.pop(self.nodes[name])
+
+    def bring(self, name: str) -> None:
+        self.grid.apps[self.nodes[name]] = self.lost.pop(name)
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        self.folder.cleanup()
+
+
 class OverHttp:
     """Sites by the code of docs/extending.md."""
 
@@ -145,21 +186,10 @@ def _over(make: MakeSites) -> Iterator[MakeEngine]:
         ) -> coterie.Engine:
             held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
             sites = life.enter_context(make(held, None))
+            how = {"timeout": 60.0} | how
             return Remote(model, loss, me, sites=sites, names=list(held), **how)
 
         yield made
-
-
-def _flower(
-    model: nn.Module, loss: Any, me: coterie.User, peers: Sequence[coterie.User], **how: Any
-) -> Remote:
-    """Return the engine with a ClientApp for each peer; all messages are packed as Flower carries them."""
-
-    def app_of(peer: coterie.User) -> ClientApp:
-        return client_app(lambda _: peer, lambda _: _elsewhere(model), loss)
-
-    grid = DirectGrid(map(app_of, peers))
-    return FlowerGrid(grid, len(peers))(model, loss, me, **how)
 
 
 def _elsewhere(model: nn.Module) -> nn.Module:
@@ -173,6 +203,8 @@ def _elsewhere(model: nn.Module) -> nn.Module:
 SITES: dict[str, MakeSites] = {
     "here": lambda peers, sums: nullcontext(Here(peers, sums)),
     "links of processes": partial(_closing, Linked),
+    "NVFLARE's Collab": partial(_closing, OverNvflare),
+    "Flower's grid": partial(_closing, OverFlower),
     "HTTP": partial(_closing, OverHttp),
 }
 
@@ -180,6 +212,5 @@ ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
     "in process": lambda: nullcontext(coterie.InProcess),
     "in process, one by one": lambda: nullcontext(partial(coterie.InProcess, one_by_one=True)),
     "processes": processes.torch_distributed,
-    "Flower's messages": lambda: nullcontext(_flower),
     **{name: partial(_over, make) for name, make in SITES.items()},
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -16,9 +19,16 @@ Reply = Callable[[Message, Context], Message]
 class DirectGrid(Grid):
     """Nodes 1, 2, …, each with a ClientApp. One that raises gives an error, as with Flower."""
 
-    def __init__(self, apps: Iterable[ClientApp | Reply]) -> None:
+    def __init__(
+        self,
+        apps: Iterable[ClientApp | Reply],
+        threads: ThreadPoolExecutor | None = None,
+        *,
+        packed: bool = False,
+    ) -> None:
         self.apps = dict(enumerate(apps, 1))
-        self.replies: dict[str, Message] = {}
+        self.threads, self.replies = threads, dict[str, Future[Message]]()
+        self.packed = packed  # as bytes, there and back
         self.asked: list[tuple[int, str]] = []
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
@@ -44,15 +54,34 @@ class DirectGrid(Grid):
             context = Context(
                 run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={}
             )
-            ids.append(name)
-            try:
-                self.replies[name] = self.apps[node](message, context)
-            except Exception:  # noqa: S112  # Flower makes an error of it, which carries nothing
+            if node not in self.apps:  # Flower takes no message to a node that has left
+                ids.append("")
                 continue
+            ids.append(name)
+            self.replies[name] = self._run(self.apps[node], self._carried(message), context)
         return ids
 
+    def _run(self, app: Reply, *message: Any) -> Future[Message]:
+        if self.threads is not None:
+            return self.threads.submit(app, *message)
+        done = Future[Message]()
+        try:
+            done.set_result(app(*message))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [self.replies.pop(one) for one in message_ids if one in self.replies]
+        there = [one for one in message_ids if one in self.replies and self.replies[one].done()]
+        done = [self.replies.pop(one) for one in there]
+        # Flower makes an error of an exception, which carries nothing
+        return [self._carried(one.result()) for one in done if one.exception() is None]
+
+    def _carried(self, message: Message) -> Message:
+        if not self.packed:
+            return message
+        carried = message_to_proto(message).SerializeToString()
+        return message_from_proto(ProtoMessage.FromString(carried))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

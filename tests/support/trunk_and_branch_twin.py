@@ -119,7 +119,7 @@ def outputs(w: Array, x: Array) -> Array:
 def _mixture(
     candidates: list[tuple[str, list[Array]]], own: Data, held_out: Data, folds: Array
 ) -> dict[str, Any]:
-    """Mix by exp(−Σ error²/2σ²T), σ² the least mean squared error, T = 2; one half of the prior asks nobody."""
+    """Mix by exp(−Σ error²/2σ²T), σ² the least mean squared error, T = 1; one half of the prior asks nobody."""
     alone = np.array([kind in ("constant", "alone") for kind, _ in candidates])
     blind = np.array(
         [[outputs(w[1 + folds[i]], own[0][i]) for i in range(len(folds))] for _, w in candidates]
@@ -132,7 +132,7 @@ def _mixture(
         count = rows.sum() + further.shape[1]
         prior = np.where(alone, 0.5 / (alone & which).sum(), 0.5 / max(1, (~alone & which).sum()))
         w = np.where(which, prior, 0) * np.exp(
-            -(total - total[which].min()) / (2 * 2 * total[which].min() / count)
+            -(total - total[which].min()) / (2 * total[which].min() / count)
         )
         return np.asarray(w / w.sum())
 

@@ -15,7 +15,7 @@ import coterie
 from coterie.choosing import AdaptiveAveraging
 from coterie.errors import CheckpointError, KnobError
 from coterie.methods import build
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 
 
 def trained(rule: Any, **settings: Any) -> coterie.Run:
@@ -28,7 +28,7 @@ def trained(rule: Any, **settings: Any) -> coterie.Run:
 def test_a_name_is_the_thing_that_is_registered(name: str) -> None:
     me, *peers = users_with_validation()
     torch.manual_seed(0)
-    facts = RunFacts(len(me), {peer.name: len(peer) for peer in peers}, 12)
+    facts = RunSizes(len(me), {peer.name: len(peer) for peer in peers}, 12)
     steps: dict[str, Any] = {"steps": 1000} if name == "mixture" else {}
     torch.manual_seed(1)
     by_name = trained(name, **steps)

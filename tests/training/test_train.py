@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import coterie
 from coterie.engines import Capabilities
 from coterie.errors import KnobError
-from coterie.gradients.gradients import receive, weighted_sum
+from coterie.gradients.gradients import keep_finite, weighted_sum
 from coterie.recording import UserSummary, checkpoint
 from coterie.recording.costs import Traffic
 from coterie.training import ongoing
@@ -148,7 +148,14 @@ class Engine:
         answers = {
             name: self.spoil(name, step, row) for name, row in zip(g.names, g.rows, strict=True)
         }
-        kept, names, left_out = receive(g.own, answers)
+        left_out = {name: "no answer" for name, answer in answers.items() if answer is None}
+        whole = {name: answer for name, answer in answers.items() if answer is not None}
+        for name in [name for name, answer in whole.items() if answer.shape != g.own.shape]:
+            shape = tuple(whole.pop(name).shape)
+            left_out[name] = f"shape {shape} instead of {tuple(g.own.shape)}"
+        whole_rows = torch.stack([*whole.values(), g.own])[:-1]
+        kept, names, not_finite = keep_finite(whole_rows, list(whole))
+        left_out |= not_finite
         peers, answered = weighted_sum(g.own, kept, [weights[name] for name in names])
         return dataclasses.replace(
             g, peers=peers, rows=None, names=(), answered=answered, left_out=left_out

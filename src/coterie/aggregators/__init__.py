@@ -14,7 +14,7 @@ from coterie.aggregators.distances import CentredClipping, Krum, MultiKrum
 from coterie.aggregators.geometric_median import GeometricMedian
 from coterie.aggregators.points import Aggregator, Points
 from coterie.aggregators.pre_aggregation import Bucketing, NearestNeighbourMixing
-from coterie.registry import FromRun, Registry
+from coterie.registry import Computed, Registry
 
 __all__ = [
     "AGGREGATORS",
@@ -36,7 +36,7 @@ AGGREGATORS: Registry[type[Aggregator]] = Registry("aggregator", "coterie.aggreg
 register_aggregator = AGGREGATORS.register
 
 # just less than half of the peers
-_BAD = {"n_byzantine": FromRun(lambda run: (len(run.peers) - 1) // 2)}
+_BAD = {"n_byzantine": Computed(lambda run: (len(run.peers) - 1) // 2)}
 
 AGGREGATORS.register("mean", Mean, benchmark_settings=[])  # weighted averaging is the same
 AGGREGATORS.register("median", CoordinateMedian)

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from coterie.benchmark.population import Population
 from coterie.errors import KnobError
-from coterie.registry import Entry, FromRun, RunFacts
+from coterie.registry import Computed, Entry, RunSizes
 from coterie.training.algorithm import algorithm_of
 
 RATES = (0.01, 0.03, 0.1)
@@ -29,20 +29,20 @@ class Knobs:
     Example:
         >>> from coterie.rules import RULES
         >>> make = Knobs(RULES.entry("wga"), {"alpha": 0.3})
-        >>> make.label(RunFacts(10, {"a": 10}, 60)), make(RunFacts(10, {"a": 10}, 60)).alpha
+        >>> make.label(RunSizes(10, {"a": 10}, 60)), make(RunSizes(10, {"a": 10}, 60)).alpha
         ('alpha 0.3', 0.3)
     """
 
     entry: Entry[Any]
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def __call__(self, run: RunFacts) -> Any:
+    def __call__(self, run: RunSizes) -> Any:
         """Return the rule or method for a run."""
         return self.entry.build(self.values, run)
 
-    def label(self, run: RunFacts) -> str:
+    def label(self, run: RunSizes) -> str:
         """Name the knobs and their values."""
-        values = {k: v.value(run) if isinstance(v, FromRun) else v for k, v in self.values.items()}
+        values = {k: v.value(run) if isinstance(v, Computed) else v for k, v in self.values.items()}
         return ", ".join(
             f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
         )
@@ -54,11 +54,11 @@ class Fixed:
 
     thing: Any
 
-    def __call__(self, run: RunFacts) -> Any:
+    def __call__(self, run: RunSizes) -> Any:
         """Return the rule or method."""
         return self.thing
 
-    def label(self, run: RunFacts) -> str:
+    def label(self, run: RunSizes) -> str:
         """Name the rule or method with its knobs."""
         return repr(self.thing)
 
@@ -75,11 +75,15 @@ class MethodSetting:
     # another setting, whose model at its best step size is the one to start from
     start: "MethodSetting | None" = None
     lrs: tuple[float, ...] = RATES  # the step sizes that it is tried at
+    # nothing is set, and validation rows are own rows like others, as plain tools have them
+    as_it_comes: bool = False
     # of `train`; no guard unless named here
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def label(self, run: RunFacts) -> str:
+    def label(self, run: RunSizes) -> str:
         """Name the setting in the results."""
+        if self.as_it_comes:
+            return "as it comes"
         schedule = "tail averaged" if self.tail_average else f"{self.lr_schedule} steps"
         plain = "plain" if self.plain_steps else ""
         return ", ".join(

@@ -199,7 +199,7 @@ def write_demo_page(out: Path, me: int, title: str, results: Sequence[Result]) -
         Section(
             "Learning curves",
             ["Loss on validation examples."],
-            charts=[_curves(results)],
+            charts=[_loss_curves(results)],
             folded=True,
         ),
         Section("Step sizes", tables=[rates], folded=True),
@@ -235,7 +235,7 @@ def _intervals(measure: str, compared: Mapping[str, Comparison]) -> str:
     return interval_chart(intervals, f"difference to alone in {measure}")
 
 
-def _curves(results: Sequence[Result]) -> str:
+def _loss_curves(results: Sequence[Result]) -> str:
     """Return the mean validation loss of each method over the steps."""
     lines: dict[str, Points] = {}
     for method in dict.fromkeys(result.method for result in results):

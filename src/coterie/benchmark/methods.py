@@ -21,14 +21,13 @@ from coterie.benchmark.contenders import (
 from coterie.benchmark.tools import OURS, TOOLS, Tool
 from coterie.errors import KnobError, did_you_mean
 from coterie.methods import METHODS, entry_of
-from coterie.registry import Entry, FromRun
+from coterie.registry import Computed, Entry
 from coterie.rules import RULES
 
 ALPHAS = (0.1, 0.3, 0.6, 0.9)
 ROBUST = "wga-"
 """With the name of an aggregator behind it: weighted averaging with that aggregator."""
 
-_ADAPTIVE = tuple(s for s in schedules(Knobs(RULES.entry("adaptive"))) if not s.tail_average)
 _POOLED = MethodSetting(Knobs(RULES.entry("pooled")))
 _PLAIN = {
     name: MethodSetting(Knobs(RULES.entry(name)), lrs=PLAIN_RATES, plain_steps=True)
@@ -42,10 +41,7 @@ VARIANTS: Mapping[str, tuple[MethodSetting, ...]] = {
         f"wga-{alpha:g}": (MethodSetting(Knobs(RULES.entry("wga"), {"alpha": alpha})),)
         for alpha in ALPHAS
     },
-    "adaptive": _ADAPTIVE,
-    "adaptive-guarded": tuple(
-        replace(setting, options={"guard": "held-out"}) for setting in _ADAPTIVE
-    ),
+    "adaptive": (MethodSetting(Knobs(RULES.entry("adaptive")), lrs=RATES[:1], as_it_comes=True),),
     **{
         f"{name}-plain": (each, replace(each, lr_schedule="decreasing"))
         for name, each in _PLAIN.items()
@@ -55,16 +51,14 @@ VARIANTS: Mapping[str, tuple[MethodSetting, ...]] = {
 }
 """Settings by name that are not those of one registered thing.
 
-`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive`
-averages points by itself, so its tail is not averaged again; `adaptive-guarded` may serve the model
-trained alone, by validation loss. `alone-plain` and `pooled-plain` take plain steps as methods do:
+`fine-tuned`: pooled, then on alone. `wga-α`: weighted averaging with that α alone. `adaptive` has
+candidates of its own in the place of settings. `alone-plain` and `pooled-plain` take plain steps as methods do:
 what a method gains or loses beside them is not Adam's. `…-auto`: knobs by theory and measured
 constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
 DEFAULT += (
     "adaptive",
-    "adaptive-guarded",
     "bc",
     "alone-plain",
     "pooled-plain",
@@ -95,8 +89,8 @@ def contender(name: str) -> Contender | Tool:
     optimizer, a method with two: each then has as many settings to choose from as the others.
 
     Example:
-        >>> from coterie.registry import RunFacts
-        >>> [setting.label(RunFacts(10, {"a": 30}, 60)) for setting in contender("wga").settings[:2]]
+        >>> from coterie.registry import RunSizes
+        >>> [setting.label(RunSizes(10, {"a": 30}, 60)) for setting in contender("wga").settings[:2]]
         ['alpha 0.1, constant steps', 'alpha 0.3, constant steps']
     """
     if name not in names():
@@ -131,7 +125,9 @@ def _robust(aggregator: Entry[Any]) -> tuple[MethodSetting, ...]:
     """Return averaging with an aggregator in the place of the peers' mean, for each α and each of its settings."""
     wga = RULES.entry("wga")
     return tuple(
-        MethodSetting(Knobs(wga, {"alpha": alpha, "aggregator": FromRun(Knobs(aggregator, knobs))}))
+        MethodSetting(
+            Knobs(wga, {"alpha": alpha, "aggregator": Computed(Knobs(aggregator, knobs))})
+        )
         for knobs in aggregator.benchmark_settings or ({},)
         for alpha in ALPHAS
     )

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -20,14 +20,15 @@ from coterie.choosing import chooser_for
 from coterie.errors import DataError, GradientError
 from coterie.evaluation.evaluate import errors_of, evaluate, outputs_on
 from coterie.learners.spec import RunSpec
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import Rule, weights_in
 from coterie.training.algorithm import Followed, algorithm_of
 from coterie.training.many import train_many
 from coterie.training.run import Run, Step, Stopped
 from coterie.training.train import train_spec
-from coterie.users.examples import Examples
-from coterie.users.user import Loss
+from coterie.users.examples import Examples, InMemory
+from coterie.users.trees import joined
+from coterie.users.user import Loss, User
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Tuning:
         self.me.test = None  # the trials see neither the test examples nor a result on them
         self._trials: dict[tuple[MethodSetting, float], Trial] = {}
         self._chosen: dict[Knobs | Fixed, tuple[Rule, float]] = {}
-        self._facts = RunFacts(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
+        self._facts = RunSizes(len(task.me), {peer.name: len(peer) for peer in task.peers}, steps)
         self._falling = partial(_falling, steps=steps)
 
     def outcome(self, settings: Sequence[MethodSetting]) -> Outcome:
@@ -93,7 +94,8 @@ class Tuning:
             self.task,
             outputs,
             validation_loss=best.validation_loss,
-            setting=f"{best.setting.label(self._facts)}, lr {best.lr:g}",
+            setting=best.setting.label(self._facts)
+            + ("" if best.setting.as_it_comes else f", lr {best.lr:g}"),
             settings=len(trials),
             wrong_weight=best.wrong_weight,
             seconds=sum(trial.seconds for trial in trials)
@@ -147,6 +149,7 @@ class Tuning:
     ) -> "tuple[RunSpec, TailAverage | None]":
         """Return the run of a setting, and what gathers its tail."""
         start = self.model if setting.start is None else self._best([setting.start]).model
+        me = self._with_all_rows if setting.as_it_comes else self.me
         tail = TailAverage(start, self.steps) if setting.tail_average else None
         # At equal gradients: a round of a method is as many steps as user 0 computes gradients in
         # it. Two rounds at least: fine-tuning needs one before and one after it has begun.
@@ -154,9 +157,9 @@ class Tuning:
         rounds = algorithm.counts == "rounds"
         steps = max(2, self.steps // algorithm.gradients_a_round) if rounds else self.steps
         spec = RunSpec(
-            *(start, self.loss, self.me, self.task.peers, rule),
-            optimizer=None if rounds else _optimizer(setting),
-            lr=lr,
+            *(start, self.loss, me, self.task.peers, rule),
+            optimizer=None if rounds or setting.as_it_comes else _optimizer(setting),
+            lr=None if setting.as_it_comes else lr,
             scheduler=self._falling if setting.lr_schedule == "decreasing" else None,
             steps=steps,
             batch_size=self.batch_size,
@@ -165,6 +168,18 @@ class Tuning:
             hooks=[tail] if tail else [],
         )
         return spec, tail
+
+    @cached_property
+    def _with_all_rows(self) -> User:
+        """User 0, whose validation rows are own rows like others."""
+        parts = [
+            held.take(torch.arange(len(held)))
+            for held in (self.me.examples, held_out(self.me.validation))
+        ]
+        me = copy.copy(self.me)
+        me.examples = InMemory(*(joined(list(each)) for each in zip(*parts, strict=True)))
+        me.validation = None
+        return me
 
     def _train(self, setting: MethodSetting, lr: float, rule: Followed) -> Trial:
         """Train a setting that cannot be trained with others."""
@@ -187,7 +202,9 @@ class Tuning:
     ) -> Trial:
         if run.stopped is Stopped.CTRL_C:
             raise KeyboardInterrupt
-        loss = evaluate(model, self.loss, held_out(self.me.validation))["loss"]
+        loss = run.record.end.account.get("out_of_fold") if setting.as_it_comes else None
+        if loss is None:
+            loss = evaluate(model, self.loss, held_out(self.me.validation))["loss"]
         return Trial(
             setting, lr, model, loss, self._wrong_weight(self._rule(setting), run), seconds
         )

@@ -3,11 +3,7 @@
 See docs/mixture.md.
 """
 
-import functools
-import logging
 import math
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
-from coterie.engines.capabilities import Asks
-from coterie.engines.engine import AllRows, Answers, Engine, Question
+from coterie.choosing.e_steps import ESteps, sums_of
+from coterie.engines.engine import Answers, Engine
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.errors import DataError, KnobError
 from coterie.evaluation.evaluate import example_losses
@@ -27,7 +23,7 @@ from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
-from coterie.mixture.answers import TOLD, EStep
+from coterie.mixture.answers import TOLD
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
@@ -39,9 +35,6 @@ from coterie.mixture.prior import (
     JOINT,
     POOLED,
     TIMES,
-    Heard,
-    PriorAnswer,
-    PriorQuestion,
 )
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import give
@@ -59,28 +52,8 @@ FEWEST = 6
 
 
 GROWTH = Growth()
-logger = logging.getLogger(__name__)
-
-
-class Remaining:
-    """Say now and then how much is left of something that takes its time.
-
-    Example:
-        >>> Remaining(2, every=0.0).after_one()
-        'exchange 1 of 2, about 0 s left'
-    """
-
-    def __init__(self, whole: int, every: float = 5.0) -> None:
-        self.whole, self.every, self.done = whole, every, 0
-        self._began = self._said = time.monotonic()
-
-    def after_one(self) -> str | None:
-        """Return a line where the last is some seconds ago."""
-        self.done, now = self.done + 1, time.monotonic()
-        if now - self._said < self.every:
-            return None
-        self._said, left = now, (now - self._began) / self.done * (self.whole - self.done)
-        return f"exchange {self.done} of {self.whole}, about {left:.0f} s left"
+A_FIT = POOLED + JOINT + EXCHANGES
+"""In how many exchanges linear models are found."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +142,8 @@ class Mixture(Algorithm):
 
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
         """Return as how many gradients the E-steps of a fit count, and the levels of its trees, at most."""
-        priors = 1 if len(peers) < FEWEST_PEERS else 2 + FOLDS
-        slopes = POOLED + JOINT * len(TIMES) * (1 + FOLDS)
-        steps = slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
         levels = GROWTH.trees * GROWTH.depth * 2 * (1 + FOLDS) if self.trees else 0
-        return levels + (steps if self.trees != "only" else 0)
+        return levels + (gradients_of_a_fit(len(peers)) if self.trees != "only" else 0)
 
     def learner(
         self,
@@ -183,6 +153,18 @@ class Mixture(Algorithm):
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
         return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
+
+
+def gradients_of_a_fit(peers: int) -> int:
+    """Return as how many gradients of each peer the E-steps of a fit count, at most.
+
+    Example:
+        >>> gradients_of_a_fit(4), gradients_of_a_fit(5)
+        (219, 339)
+    """
+    priors = 1 if peers < FEWEST_PEERS else 2 + FOLDS
+    slopes = POOLED + JOINT * len(TIMES) * (1 + FOLDS)
+    return slopes * TOLD["gradient"] + EXCHANGES * priors * TOLD["posterior"]
 
 
 def family_of(loss: Loss) -> Family | None:
@@ -239,28 +221,25 @@ def why_not_linear(spec: RunSpec) -> str | None:
     if len(held) <= len(spec.peers):
         return "a user has a stream, not examples"
     held += [] if spec.me.validation is None else [spec.me.validation]
-    if not all(_fits(each, layer, family) for each in held):
+    if not all(fits(each, layer.in_features, layer.out_features, family) for each in held):
         return "not all examples are a row of numbers and its target"
     return None
 
 
-def _fits(examples: Examples, layer: nn.Linear, family: Family) -> bool:
-    """Say whether examples are in memory as numbers, with targets that the family knows."""
-    if not isinstance(examples, InMemory):
+def row_size(examples: Examples) -> int:
+    """Return how many numbers the inputs of an example have; 0 where these are no numbers in memory."""
+    inputs = examples.inputs if isinstance(examples, InMemory) else None
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or not len(inputs):
+        return 0
+    return inputs[:1].numel()
+
+
+def fits(examples: Examples, columns: int, outputs: int, family: Family) -> bool:
+    """Say whether examples are rows of so many numbers, with targets that the family knows."""
+    if not isinstance(examples, InMemory) or row_size(examples) != columns:
         return False
-    inputs, targets = examples.inputs, examples.targets
-    if (
-        not isinstance(inputs, Tensor)
-        or not isinstance(targets, Tensor)
-        or not inputs.is_floating_point()
-    ):
-        return False
-    n, k = len(inputs), layer.out_features
-    if family is SOFTMAX and targets.ndim == 1 and not targets.is_floating_point():
-        return inputs[:1].numel() == layer.in_features and bool(
-            ((targets >= 0) & (targets < k)).all()
-        )
-    return inputs[:1].numel() == layer.in_features and targets.numel() == n * k
+    targets = examples.targets
+    return isinstance(targets, Tensor) and family.fits(targets, outputs)
 
 
 def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
@@ -310,10 +289,10 @@ class ClosedForm(Learner):
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
         self.fitted: Fitted | None = None
-        # the peers that were left out of some exchanges, with the last reason, and of how many
-        self._left_out, self._missed = dict[str, str](), Counter[str]()
+        levels = GROWTH.trees * GROWTH.depth if trees else 0
+        whole = (trees != "only") * A_FIT + levels
+        self.e_steps = ESteps(engine, costs, self.x, whole)
         self._roots = dict[tuple[str, ...], Array]()  # of each peer, or all: rows in the last root
-        self.exchanges = 0
 
     @property
     def followed(self) -> Any:
@@ -324,7 +303,9 @@ class ClosedForm(Learner):
         """Ask the peers for all that is needed, and return the step to the model served."""
         fitted = self._fit()
         own_loss = float(fitted.served.losses.mean())
-        return NextStep(torch.zeros(1), own_loss, self._left_out, partial(self._take, fitted))
+        return NextStep(
+            torch.zeros(1), own_loss, self.e_steps.left_out, partial(self._take, fitted)
+        )
 
     def _fit(self) -> Fitted:
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
@@ -340,68 +321,7 @@ class ClosedForm(Learner):
             others = partial(self._trees, (x, y), seed)
             how |= {"others": others, "linear": self.trees != "only"}
         fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
-        return driven(fitting, self._asking(scaling))
-
-    def _asking(self, scaling: Scaling) -> Callable[[PriorQuestion], PriorAnswer]:
-        """Return what asks the peers, wherever they are: an exchange for each question."""
-        heard = Heard()
-
-        def ask(asked: PriorQuestion) -> PriorAnswer:
-            question = EStep(self.family.name, scaling, asked.priors, asked.told, self._largest)
-            answers = self._exchange(question, 2 * asked.priors.mean.size)
-            self._note(answers.left_out)
-            if answers.rows is not None:
-                rows = answers.rows[0].reshape(-1, *question.shape)
-                return heard.answer(asked, question, rows.numpy())
-            sums = question.read(_sums(answers).reshape(question.shape).numpy())
-            answered = answers.answered.expand(len(asked.priors.noise)).numpy()
-            return PriorAnswer(sums, answered)
-
-        return ask
-
-    @functools.cached_property
-    def _ends(self) -> Remaining:
-        levels = GROWTH.trees * GROWTH.depth if self.trees else 0
-        return Remaining((self.trees != "only") * (POOLED + JOINT + EXCHANGES) + levels)
-
-    @functools.cached_property
-    def _largest(self) -> float:
-        """How many examples a peer has at most, as far as they tell."""
-        told = self.engine.capabilities.examples
-        return float(max([told.get(name) or 1 for name in self.engine.names], default=1))
-
-    @functools.cached_property
-    def _by_size(self) -> dict[int | None, list[str]]:
-        """The peers, by how many examples they told of at first."""
-        told, by_size = self.engine.capabilities.examples, dict[int | None, list[str]]()
-        for name in self.engine.names:
-            by_size.setdefault(told.get(name), []).append(name)
-        return by_size
-
-    def _exchange(self, asked: AllRows, sent: int) -> Answers:
-        """Ask all peers, who count alike; `sent` is how many numbers the question has."""
-        engine = self.engine
-        if not isinstance(engine, Asks):
-            raise TypeError(f"{type(engine).__name__} has no `ask`")
-        can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)
-        alike = torch.full((1, peers), 1 / max(1, peers)).double()
-        self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
-        answers = engine.ask(Question(point, self.exchanges, alike, e_step=asked))()
-        self.exchanges += 1
-        if not can.local and (said := self._ends.after_one()):
-            logger.warning("%s", said)
-        for many, names in self._by_size.items():
-            gave = [name for name in names if name not in answers.left_out]
-            self.costs.compute(gave, many, times=asked.gradients)
-        return answers
-
-    def _note(self, left_out: Mapping[str, str]) -> None:
-        """Note who was left out of an exchange."""
-        self._missed.update(list(left_out))
-        missed = left_out.items()
-        self._left_out |= {
-            name: f"{why}, in {self._missed[name]} exchanges" for name, why in missed
-        }
+        return driven(fitting, self.e_steps.asking(family, scaling))
 
     def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
         from coterie.trees.tree_candidates import candidates
@@ -417,11 +337,11 @@ class ClosedForm(Learner):
 
     def _histograms(self, asked: Histograms) -> Array | None:
         """Ask peers elsewhere about a level of trees; return sums over those whose histograms can be."""
-        asked = replace(asked, examples=self._largest)
-        answers, sums = self._exchange(asked, asked.numbers), list[Array]()
+        asked = replace(asked, examples=self.e_steps.largest)
+        answers, sums = self.e_steps.exchange(asked, asked.numbers), list[Array]()
         left_out, given = dict(answers.left_out), answers.rows
         if given is None:  # under masks: of weights that are one over the number of peers
-            given = (_sums(answers) * len(self.engine.names))[None]
+            given = (sums_of(answers) * len(self.engine.names))[None]
         every = [(name,) for name in self.engine.names]
         for names, numbers in zip(
             every if answers.rows is not None else [self.engine.names], given[0], strict=True
@@ -436,7 +356,7 @@ class ClosedForm(Learner):
                 continue
             if not asked.level.levels:
                 self._roots[names] = asked.rows_in(sums[-1])
-        self._note(left_out)
+        self.e_steps.note(left_out)
         return sum(sums[1:], sums[0]) if sums else None
 
     def _numbers(self, examples: Examples) -> tuple[Array, Array]:
@@ -447,7 +367,7 @@ class ClosedForm(Learner):
         self.fitted = fitted
         if fitted.served.parameters.size:
             give(self.layer, fitted.served.parameters)
-        self.costs.compute([self.costs.me], len(self.spec.me), times=self.exchanges)
+        self.costs.compute([self.costs.me], len(self.spec.me), times=self.e_steps.exchanges)
         self.state = {
             "step": self.step + 1,
             "out_of_fold": torch.from_numpy(fitted.served.losses),
@@ -500,17 +420,11 @@ class ClosedForm(Learner):
             return {}
         on_test = None if self.spec.me.test is None else partial(self._on, self.spec.me.test)
         account = account_of(fitted, self.tau(), len(self.spec.me), on_test)
-        return account | {"exchanges": self.exchanges}
+        return account | {"exchanges": self.e_steps.exchanges}
 
     def _on(self, examples: Examples, entry: MixtureEntry) -> Array:
         """Return the losses of what an entry would serve."""
         return example_losses(self._model(entry), self.spec.loss, examples).numpy()
-
-
-def _sums(answers: Answers) -> Tensor:
-    if answers.sums is None:
-        raise AssertionError("rows or sums were asked for")
-    return answers.sums
 
 
 def account_of(

@@ -15,7 +15,7 @@ from coterie.errors import KnobError
 from coterie.federation.settings import MessageSettings
 from coterie.methods import entry_of
 from coterie.recording.configuration import StepSettings
-from coterie.registry import FromRun
+from coterie.registry import Computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class SettingsRuleOptions(KnobOptions):
             return replace(self, rule="mixture" if linear and bare else "adaptive").settings()
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
         for name in [
-            name for name, value in knobs.items() if isinstance(value, FromRun) or value is None
+            name for name, value in knobs.items() if isinstance(value, Computed) or value is None
         ]:
             raise KnobError(
                 f"`--knob {name}` cannot be written to the settings; import a rule of your own"
@@ -197,6 +197,7 @@ def server(folder: Folder) -> None:
 
     place = folder / "server"
     command = server_command(place)
+    _print_certificates(folder)
     typer.echo(f"the server of {folder}; Ctrl-C ends it; NVFLARE's log: {place / LOG}")
     _end(run_process(command, place, ServerWatch(place, Screen(typer.echo))), place / LOG)
 
@@ -259,6 +260,7 @@ def site(
     from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
     kit, peer = _print_site(folder)
+    _print_certificates(folder)
     if service:
         unit = service_of(folder)
         typer.echo(f"{unit}; for this user: systemctl --user enable --now {unit}")
@@ -269,6 +271,15 @@ def site(
     about = (folder, place, peer.caps, peer.ledger.given, Screen(typer.echo))
     watch = SiteWatch(*about) if training is None else MemberWatch(*about, steps=training.steps)
     _end(workspace.run_process(workspace.site_command(place, kit), place, watch), place / LOG)
+
+
+def _print_certificates(folder: Path) -> None:
+    """Say what keeps the other side from being believed, or soon will."""
+    from coterie.federation.doctor import certificates
+
+    for finding in certificates(folder):
+        if finding.remedy:
+            typer.echo(str(finding), err=True)
 
 
 def _end(status: int, log: Path) -> None:

@@ -112,7 +112,11 @@ class PlanOptions:
     exchange_cost: Annotated[
         float | None,
         Option(
-            min=0.0, help="R, what an exchange costs in gradients: also say how often to exchange."
+            min=0.0,
+            help=(
+                "R, what an exchange costs in gradients: also say how often to exchange. Else that"
+                " of the run, where its peers were elsewhere."
+            ),
         ),
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False
@@ -189,14 +193,17 @@ def plan(
     """
     problem, doubted, steps = _problem(measured, known, asked.steps)
     choices = theory.plan(problem, steps, asked.alpha)
+    every = asked.exchange_cost
+    if every is None and measured.run is not None and (record := record_of(measured.run)).ended:
+        every = record.end.exchange_cost
     promise = (
         None if promised.epsilon is None else _promise(promised, promised.epsilon, measured, steps)
     )
     cost = None if promise is None else theory.promise_cost(problem, steps, promise, asked.alpha)
     if asked.as_json:
-        _print_json(problem, steps, choices, asked.exchange_cost, cost, doubted)
+        _print_json(problem, steps, choices, every, cost, doubted)
     else:
-        _print_tables(problem, steps, choices, asked.exchange_cost, doubted)
+        _print_tables(problem, steps, choices, every, doubted)
         if promise is not None and cost is not None:
             _print_promise(promise, cost, choices["alone"], int(problem.n_peers))
     if asked.out is not None:
@@ -223,14 +230,14 @@ def _problem(
     if measured.data is not None:
         estimates = _on_table(measured.data, measured, steps)
     options = {name: value for name, value in asdict(known).items() if value is not None}
-    constants = (_alike(estimates, steps) if estimates else {}) | options
+    constants = (_constants_of(estimates, steps) if estimates else {}) | options
     if missing := [name for name in NEEDED if name not in constants]:
         raise KnobError(
             f"`{option_of(missing[0])}` is missing; give it, or a run whose constants were measured"
         )
     doubted = None
     if estimates and known.bias_floor is None:
-        doubted = theory.Constants(**_alike(estimates, steps, bias_errors=2) | options)
+        doubted = theory.Constants(**_constants_of(estimates, steps, bias_errors=2) | options)
     return theory.Constants(**constants), doubted, steps
 
 
@@ -335,7 +342,9 @@ def _estimates(record: Record, run: Path) -> Estimates:
     return Estimates.from_plain(record.configuration.estimates)
 
 
-def _alike(estimates: Estimates, steps: int, *, bias_errors: float | None = None) -> dict[str, Any]:
+def _constants_of(
+    estimates: Estimates, steps: int, *, bias_errors: float | None = None
+) -> dict[str, Any]:
     """Return the constants of peers that are all alike and together do as those measured, equally weighed."""
     peers = estimates.constants(steps, bias_errors=bias_errors)
     n = len(estimates.peers)

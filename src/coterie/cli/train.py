@@ -22,7 +22,7 @@ from coterie.everyone.gains import beside_pooled
 from coterie.everyone.runs import Runs
 from coterie.recording.configuration import StepSettings, counted
 from coterie.recording.record import Record
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.reporting.run_page import HEADLINES
 from coterie.reporting.summary import beside_alone
 from coterie.reporting.whom import listened_to, peer_shares, weighs
@@ -79,7 +79,7 @@ def train(
         return None
     task, peers, changed = users
     settings = options.settings() | changed | where.attacked()
-    chosen = rule.build(RunFacts(len(task.me), peers, options.steps))
+    chosen = rule.build(RunSizes(len(task.me), peers, options.steps))
     settings["again"] = [
         functools.partial(_split_again, table, rule, options, k) for k in range(1, options.repeats)
     ]
@@ -104,8 +104,8 @@ def _in_closed_form(
 ) -> tuple[TableOptions, RuleOptions, FitOptions]:
     """Name the rule and the model that auto stands for.
 
-    The closed form judges by folds of the own rows, and holds none out. Trees are mixed with its
-    linear models, unless `--model` says which.
+    The closed form and adaptive averaging judge by folds of the own rows, and hold none out. Trees
+    are mixed with linear models, unless `--model` says which.
     """
     stepwise = any(
         getattr(options, each.name) != each.default
@@ -118,6 +118,8 @@ def _in_closed_form(
     kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if where.engine != "in-process" and table.me == ALL:  # where all train
         kinds = {}
+    if table.validation is None and rule.rule in {"auto", "adaptive", "mixture"}:
+        table = replace(table, validation=0.0)
     if rule.rule != "auto" or stepwise or knobs or not plain or options.model not in kinds:
         if options.model == "trees":
             raise KnobError(
@@ -127,7 +129,6 @@ def _in_closed_form(
             )
         return table, rule, replace(options, model=_linear(options.model))
     closed = replace(rule, rule="mixture", knob=kinds[options.model])
-    table = replace(table, validation=table.validation or 0.0)
     return table, closed, replace(options, model=_linear(options.model))
 
 
@@ -180,7 +181,7 @@ def _split_again(
     """Return the task with user 0's rows split in another way, and the rule for it."""
     task = quietly(from_table, seed=options.seed + k, **table.settings())
     sizes = {peer.name: len(peer) for peer in task.peers}
-    return task, rule.build(RunFacts(len(task.me), sizes, options.steps))
+    return task, rule.build(RunSizes(len(task.me), sizes, options.steps))
 
 
 def _stopped(out: Path) -> typer.Exit:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from coterie.engines.engine import Answers, Capabilities, Engine, Question
 from coterie.engines.in_process.copies import Copies
-from coterie.engines.in_process.sampler import Drawn
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
@@ -130,15 +129,6 @@ class Stackable(Local, Protocol):
 
     def copies(self) -> Copies:
         """Return the model in many copies."""
-
-    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
-        """Return user 0's batch at a step, and those of these peers, grouped by size."""
-
-    def indices(self, names: tuple[str, ...], step: int) -> Tensor:
-        """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
-
-    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
-        """Return user 0's batch, and those of these peers, from a row of `indices`."""
 
 
 Capability = Literal["rows", "own_points", "local", "capture", "local_work"]

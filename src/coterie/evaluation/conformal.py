@@ -75,10 +75,10 @@ class Calibration:
         return tuple(
             name
             for name, lent in self.peers.items()
-            if len(lent) and len(self.own) and self._alike(lent)
+            if len(lent) and len(self.own) and self._resembles(lent)
         )
 
-    def _alike(self, lent: Scores) -> bool:
+    def _resembles(self, lent: Scores) -> bool:
         n, m, ordered = len(self.own), len(lent), np.sort(np.asarray(lent, float))
         below = sum(np.searchsorted(ordered, self.own, side) for side in ("left", "right")) / (
             2 * m

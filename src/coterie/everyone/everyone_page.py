@@ -123,11 +123,9 @@ def _gains(gains: list[Gain]) -> Section:
     compared = [gain for gain in gains if gain.verdict.comparison is not None]
     if not compared:
         served = all(gain.verdict.finding == "alone" for gain in gains)
-        why = (
-            "The model trained alone is served to everybody"
-            if served
-            else "Nobody has one trained alone beside"
-        )
+        why = "Nobody has one trained alone beside"
+        if served:
+            why = "The model trained alone is served to everybody"
         return Section("Who gains", [f"{why}: there is no difference to show."])
     text = [
         "Differences to a model trained alone, on each user's held-out examples. A difference is"
@@ -210,11 +208,9 @@ def _others(all_runs: Runs) -> list[str]:
         numbers = ", ".join(
             f"{name} {value:.4g}" for name, value in (end.test or end.validation).items()
         )
-        of_all = (
-            f" On everybody's {'test' if end.test else 'validation'} examples: {numbers}."
-            if numbers
-            else ""
-        )
+        of_all = ""
+        if numbers:
+            of_all = f" On everybody's {'test' if end.test else 'validation'} examples: {numbers}."
         notes.append(
             "The pooled model, for users who are not here, was trained on all training examples"
             f" alike.{of_all}"

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from coterie.engines.in_process.sampler import check_alike
-from coterie.errors import DataError, KnobError, blaming
-from coterie.evaluation.comparing import compare, paired_error
-from coterie.evaluation.evaluate import example_losses
+from coterie.errors import DataError, KnobError, attributing_errors_to
+from coterie.evaluation.evaluate import compare, example_losses, paired_error
 from coterie.everyone.folders import folder_names
 from coterie.everyone.gains import (
     Gain,
@@ -186,7 +185,9 @@ def joined(runs: Runs, user: User, steps: int | None) -> Runs:
         )
     like = runs.specs[0]
     check_alike(like.me, user.examples, f"the newcomer {user.name!r}")
-    with blaming(f"a model that the newcomer {user.name!r} could begin from, on its examples,"):
+    with attributing_errors_to(
+        f"a model that the newcomer {user.name!r} could begin from, on its examples,"
+    ):
         whose, model = best_start(runs, user, like.loss)
     spec = replace(like, model=model, me=user, peers=[each.me for each in runs.specs])
     if any(each.rule is not like.rule and each.rule != like.rule for each in runs.specs):

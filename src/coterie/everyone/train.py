@@ -12,7 +12,6 @@ from typing import Annotated
 from torch import nn
 
 from coterie.arguments import Setting, listed, takes_fields_of
-from coterie.choosing import AdaptiveAveraging
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.in_process.engine import InProcess
@@ -54,8 +53,8 @@ class EveryoneSpec(RunSettings):
     rule: Annotated[
         Followed | str | Mapping[str, Followed | str] | None,
         Setting(
-            "As in `train`, the same for all, or by name one for each; `AdaptiveAveraging` when"
-            " None."
+            "As in `train`, the same for all, or by name one for each; when None, the default of"
+            " `train`."
         ),
     ] = None
 
@@ -106,14 +105,14 @@ def train_everyone(spec: EveryoneSpec) -> Runs:
 
 def _rules(
     rule: Followed | str | Mapping[str, Followed | str] | None, users: Sequence[User]
-) -> dict[str, Followed | str]:
+) -> Mapping[str, Followed | str | None]:
     """Return everybody's rule."""
     names = [user.name for user in users]
     if not isinstance(rule, Mapping):
-        return dict.fromkeys(names, AdaptiveAveraging() if rule is None else rule)
+        return dict.fromkeys(names, rule)
     for name in set(names) ^ set(rule):
         raise KnobError(f"`rule` must name every user and nobody else, but {name!r} is in one only")
-    return {name: AdaptiveAveraging() if one is None else one for name, one in rule.items()}
+    return rule
 
 
 def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]]:

@@ -17,7 +17,7 @@ from coterie.errors import CoterieError
 from coterie.federation.kits import accepted
 from coterie.federation.lead import RECORD, RUN, SUMMARY
 from coterie.federation.manifest import CERTIFICATES, WHEEL, Kit, filled, kit_files
-from coterie.federation.membership import DAYS_TO_RENEW, days_left
+from coterie.federation.membership import DAYS_TO_RENEW, days_valid
 from coterie.federation.participants import LOG as REQUESTS
 from coterie.federation.participants import lead_participant, responder_of
 from coterie.federation.settings import lead_settings, members_of, site_settings
@@ -48,7 +48,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield _versions()
     yield _disk(folder)
     if (folder / "server").is_dir():
-        yield from _certificates(folder, "server/startup/server.crt", "lead/startup/client.crt")
+        yield from certificates(folder)
         if not members_of(folder):
             yield _said("table", lambda: _own_rows(folder), "mend [data] of coterie.toml")
         return
@@ -59,7 +59,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     if kit is None:
         return
     yield from _server(folder, kit)
-    yield from _certificates(folder, CERTIFICATES[0])
+    yield from certificates(folder)
     yield _said("table", lambda: _rows(folder), "mend [data] of coterie.toml")
 
 
@@ -147,20 +147,29 @@ def _tls(folder: Path, kit: Kit, raw: socket.socket) -> Finding:
         return Finding("TLS", f"no connection: {error}", f"Ask {kit.lead} for a new kit (`renew`)")
 
 
-def _certificates(folder: Path, *paths: str) -> Iterator[Finding]:
-    """Look how long certificates are valid; one that is not valid yet shows a clock that goes wrong."""
-    for path in paths:
+def certificates(folder: Path) -> Iterator[Finding]:
+    """Look how long the certificates of a site or of user 0 are valid, and whether the clock can be right."""
+    lead = ("server/startup/server.crt", "lead/startup/client.crt")
+    for path in lead if (folder / "server").is_dir() else CERTIFICATES[:1]:
         try:
-            days = days_left(folder / path)
+            since, left = days_valid(folder / path)
         except (CoterieError, ValueError) as error:
             yield Finding("certificate", f"{path} cannot be read: {error}", "Ask for a new kit")
             continue
+        now = time.strftime("%Y-%m-%d %H:%M %Z")
+        if since < 0:
+            said = f"{now} here, and {path} begins to be valid {-24 * since:.1f} hours later"
+            remedy = "Set this machine's clock, or that of user 0, where the certificate was made"
+            yield Finding("clock", said, remedy)
+            continue
+        if path != lead[1]:
+            yield Finding("clock", now)
         renew = "`coterie federate renew` makes new ones, at user 0"
-        said = f"{path} is valid for {days:.0f} more days"
+        said = f"{path} is valid for {left:.0f} more days"
         said = (
-            said if days > 0 else f"{path} has ended {-days:.0f} days ago, by this machine's clock"
+            said if left > 0 else f"{path} has ended {-left:.0f} days ago, by this machine's clock"
         )
-        yield Finding("certificate", said, renew if days < DAYS_TO_RENEW else "")
+        yield Finding("certificate", said, renew if left < DAYS_TO_RENEW else "")
 
 
 def _rows(folder: Path) -> str:
@@ -176,12 +185,8 @@ def _own_rows(folder: Path) -> str:
 
 def standing(folder: Path, wait: float = SECONDS_TO_CONNECT) -> Iterator[str]:
     """Say how things stand at user 0, or at a site: who is connected, what was asked, what is left."""
-    own = (folder / "server").is_dir()
-    for finding in _certificates(
-        folder, *(("server/startup/server.crt",) if own else (CERTIFICATES[0],))
-    ):
-        yield f"certificate: {finding.said}" + (f". {finding.remedy}" if finding.remedy else "")
-    yield from (_of_lead(folder, wait) if own else _of_site(folder))
+    yield from map(str, certificates(folder))
+    yield from _of_lead(folder, wait) if (folder / "server").is_dir() else _of_site(folder)
 
 
 def _of_lead(folder: Path, wait: float) -> Iterator[str]:

@@ -2,9 +2,12 @@
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from coterie.methods.rounds import Method
 from coterie.recording import files
 from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
-from coterie.registry import RunFacts
+from coterie.recording.record import Record
+from coterie.registry import RunSizes
 from coterie.tables.fit import fit
 from coterie.tables.models import save_model
 from coterie.training.algorithm import Followed, algorithm_of
@@ -48,6 +52,10 @@ NEXT = "next"
 """Says that a job is ready to go on with the run that another one, which is to end, still makes."""
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
+SECONDS_OF_LATENCY = 10.0
+"""How long a run of a network may wait for messages to arrive, if asking more rarely prevents it."""
+RAREST = {"adaptive": 8, "wga": 4}
+"""How rarely a rule may ask without loss, as measured: docs/exchanges.md."""
 REMEDY = (
     f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other"
     " [caps] or [sums]"
@@ -88,6 +96,7 @@ def train_here(
     settings: LeadSettings, sites: Sites, out: Path, held: Participant, task: TableTask | None
 ) -> None:
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
+    settings = paced(settings, sites, out)
     rule, knobs = rule_of(settings), settings.training
     page = LivePage(out, sites, settings.sites, knobs.timeout, out / NEWS)
     options: dict[str, Any] = {
@@ -123,6 +132,32 @@ def _engine_of(settings: LeadSettings, sites: Sites, page: LivePage) -> MakeEngi
         return engine
 
     return made
+
+
+def paced(settings: LeadSettings, sites: Sites, out: Path) -> LeadSettings:
+    """Return the settings of a network with how often its sites are asked, by how soon they answer.
+
+    So rarely that the latency of all messages is at most `SECONDS_OF_LATENCY`; `exchange_every` at
+    most `rarest`. A run that goes on keeps what it began with.
+    """
+    training = settings.training
+    most = min(training.rarest, RAREST.get(training.rule, 1))
+    if training.exchange_every > 1 or most == 1 or settings.model.name == "linear":
+        return settings
+    if (out / RECORD).exists():
+        every = Record.load(out / RECORD).configuration.exchange_every
+    else:
+        asked, took = sites.ask(settings.sites, "ready", training.timeout).wait(), []
+        for _ in range(3):
+            began = time.monotonic()
+            sites.ask(list(asked), "ready", training.timeout).wait()
+            took.append(time.monotonic() - began)
+        seconds = statistics.median(took)
+        every = min(most, max(1, math.ceil(training.steps * seconds / SECONDS_OF_LATENCY)))
+        if every > 1:
+            said = "sites answer after %.0f ms: they are asked at one of %d steps (`rarest`)"
+            logging.getLogger(__name__).warning(said, 1e3 * seconds, every)
+    return replace(settings, training=replace(training, exchange_every=every))
 
 
 def planned_gradients(settings: LeadSettings) -> int:
@@ -200,7 +235,7 @@ def rule_of(settings: LeadSettings) -> Followed:
     peers = (
         settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
     )
-    facts = RunFacts(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
+    facts = RunSizes(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Followed = build(training.rule, chosen, facts)
     algorithm = algorithm_of(rule)
     if training.rule == MIXTURE and settings.model.name != "linear":
@@ -253,11 +288,9 @@ def _n_summed_with(name: str, settings: LeadSettings, replies: Mapping[str, Any]
     All but who says that it gives more.
     """
     groups = settings.training.secure_sums
-    here = (
-        settings.sites
-        if isinstance(groups, bool)
-        else next((g for g in groups.values() if name in g), ())
-    )
+    here: Sequence[str] = settings.sites
+    if not isinstance(groups, bool):
+        here = next((g for g in groups.values() if name in g), ())
     return sum(
         not isinstance(terms := replies.get(site), dict) or "sums_of" in terms for site in here
     )

@@ -29,12 +29,15 @@ DAYS_TO_RENEW = 60
 """How many days before a certificate ends that is told."""
 
 
-def days_left(certificate: Path) -> float:
-    """Return for how many more days a certificate is valid."""
+def days_valid(certificate: Path) -> tuple[float, float]:
+    """Return for how many days a certificate has been valid, and for how many more it is."""
     from cryptography import x509
 
     read = x509.load_pem_x509_certificate(files.read(certificate, "ask user 0 for a new kit"))
-    return (read.not_valid_after_utc - datetime.now(UTC)).total_seconds() / 86_400
+    now = datetime.now(UTC)
+    ends = now - read.not_valid_before_utc, read.not_valid_after_utc - now
+    since, left = (each.total_seconds() / 86_400 for each in ends)
+    return since, left
 
 
 def add_site(folder: Path, site: str) -> str:

@@ -159,6 +159,15 @@ class Training(StepSettings, MessageSettings):
         Setting("Knobs of the rule or method.", mapped(ANYTHING, "a table of knobs")),
     ] = field(default_factory=dict)
 
+    rarest: Annotated[
+        int,
+        Setting(
+            "A network asks sites that answer slowly at one of so many steps at least; 1: at every"
+            " step, or as `exchange_every` says.",
+            COUNT,
+        ),
+    ] = 8
+
     def __post_init__(self) -> None:
         check_settings(self)
         if self.secure_sums and (self.compress or self.local_steps > 1):

@@ -22,6 +22,7 @@ from coterie.federation.settings import MIXTURE, lead_settings, members_of
 from coterie.federation.watching import Joined, RunWatch
 from coterie.federation.workspace import SECONDS_BETWEEN_SIGNS_OF_LIFE, require_nvflare
 from coterie.recording.progress import progress_bar
+from coterie.recording.record import Record
 
 SECONDS_BETWEEN_POLLS = 0.5
 """How long to wait from one poll of the run to the next."""
@@ -62,7 +63,8 @@ def follow(
         resume: go on with the run that is there.
         attach: follow the job that runs already.
         wait: how many seconds the server and the sites have to connect.
-        attempts: how many jobs may end early; those ended for a site that is back do not count.
+        attempts: how many jobs in a row may end early with no step further; those ended for a site
+            that is back do not count.
         show_line: shows a line.
         progress: whether to draw a bar; None: where standard error is a terminal.
     """
@@ -116,6 +118,15 @@ def _submitted(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
+def _running(session: Any, jobs: Sequence[str]) -> list[str]:
+    """Return which of these jobs have not ended; a server that was started anew may not know one."""
+    states = {}
+    for job in jobs:
+        with contextlib.suppress(Exception):  # NVFLARE raises several kinds
+            states[job] = _status(session, job)
+    return [job for job, state in states.items() if not state.startswith("FINISHED")]
+
+
 class Jobs:
     """The jobs of one run, one after the other."""
 
@@ -134,12 +145,20 @@ class Jobs:
         self.out, self.path, self.why = folder / RUN, folder / SUBMITTED, ""
         self.joined = Joined(folder / "server", names)
         self.asked = set(names)  # who is in the job
+        self.pause, self.next_at = SECONDS_TO_RECONNECT, 0.0  # of a job that goes on from another
 
     def bring_to_end(self, attempts: int, *, attach: bool) -> bool:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
         if attach and not (self.path.exists() and _submitted(self.path)):
             raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
-        failed, begun = 0, attach
+        if not attach and self.path.exists():
+            with session_of(self.folder / "lead", self.wait) as session:
+                if _running(session, _submitted(self.path)):
+                    raise KnobError(
+                        f"a job of {self.folder} runs already: follow it (`coterie federate attach"
+                        f" {self.folder}`), or end it (`coterie federate stop {self.folder}`)"
+                    )
+        failed, begun, furthest = 0, attach, self._step()
         try:
             while failed < attempts:
                 with _signals_interrupt(), session_of(self.folder / "lead", self.wait) as session:
@@ -154,16 +173,22 @@ class Jobs:
                 left = self.left()
                 if (self.out / SUMMARY).exists() and not left:
                     return True
-                failed += 1
+                failed = failed + 1 if self._step() <= furthest else 1
+                furthest = max(furthest, self._step())
                 without = f", without the end of {', '.join(left)}" if left else ""
                 self.show_line(
-                    f"job {failed} has ended early ({status}){without}; going on from the last"
+                    f"the job has ended early ({status}){without}; going on from the last"
                     " checkpoint"
                 )
         finally:
             self.path.unlink(missing_ok=True)
-        self.why = f"{attempts} jobs have ended early"
+        self.why = f"{attempts} jobs in a row have ended early"
         return False
+
+    def _step(self) -> int:
+        """Return the step of the run's last point."""
+        points = Record.load(self.out / RECORD).points if (self.out / RECORD).exists() else []
+        return points[-1].step if points else -1
 
     def left(self) -> list[str]:
         """Return who has not ended, where everyone trains."""
@@ -186,6 +211,7 @@ class Jobs:
         if enough:
             for name in (SUMMARY, REFUSED):  # by which an end is known
                 (self.out / name).unlink(missing_ok=True)
+            self.asked = set(here)
             self.path.write_text(f"{self._submit(session, here)}\n", encoding="utf-8")
         return enough
 
@@ -193,7 +219,6 @@ class Jobs:
         """Submit a job to these sites, and return NVFLARE's name of it."""
         self.joined()
         self.joined.names.clear()
-        self.asked = set(here)
         job = write_job(self.folder.absolute() / "job", sorted(here), everyone=self.everyone)
         return str(session.submit_job(str(job)))
 
@@ -209,7 +234,7 @@ class Jobs:
         A site that has joined since a job began is in no job. What is left is submitted anew, with
         all who are here; the job ends once the next one waits for that. Ctrl-C ends all.
         """
-        job, *later = _submitted(self.path)
+        (job, *later), asked_later = _submitted(self.path), self.asked
         try:
             while True:
                 self.show_new()
@@ -226,17 +251,20 @@ class Jobs:
                 _check_wanted(self.path)
                 if later and (over[0] or (self.out / NEXT).exists()):
                     self._abort(session, job)
-                    job, later = later[0], []
+                    job, later, self.asked = later[0], [], asked_later
+                    self.pause = SECONDS_TO_RECONNECT
                     self._note(job)
-                elif any(over):  # the next one has not begun: another try
-                    later, self.asked = [], self.asked & here
+                elif any(over):  # the next one has not begun: another try, later each time
+                    later, self.next_at = [], time.monotonic() + self.pause
+                    self.pause *= 2
                     self._note(job)
                 back = self.joined() | (here - self.asked)
-                if back and not later and self._has_begun():
+                if back and not later and self._has_begun() and time.monotonic() >= self.next_at:
                     names = ", ".join(sorted(back))
                     self.show_line(f"back: {names}; going on in a job with all that are here")
                     (self.out / NEXT).unlink(missing_ok=True)
-                    later = [self._submit(session, here | back)]
+                    self.asked, asked_later = self.asked - back, here | back
+                    later = [self._submit(session, asked_later)]
                     self._note(job, *later)
                 time.sleep(SECONDS_BETWEEN_POLLS)
         except KeyboardInterrupt:

@@ -176,11 +176,9 @@ class SiteWatch:
         if full != self._is_full:
             self._is_full = full
             where = self._requests.path.parent
-            now = (
-                f"the disk of {where} is full: nothing is given until there is room"
-                if full
-                else "there is room again"
-            )
+            now = "there is room again"
+            if full:
+                now = f"the disk of {where} is full: nothing is given until there is room"
             self.screen.line(now)
 
     def _refuse(self, reason: str, step: str) -> None:

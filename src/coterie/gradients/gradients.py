@@ -251,26 +251,3 @@ def keep_finite(
     kept = tuple(name for name, good in zip(names, finite, strict=True) if good)
     left_out = {name: "not finite" for name, good in zip(names, finite, strict=True) if not good}
     return rows[torch.tensor(finite, device=rows.device)], kept, left_out
-
-
-def receive(
-    own: Tensor, answers: Mapping[str, Tensor | None]
-) -> tuple[Tensor, tuple[str, ...], dict[str, str]]:
-    """Return the usable answers as rows, their names, and the peers left out with reasons.
-
-    Every answer must have the shape of `own`, g_0; None stands for a peer that did not answer.
-    """
-    whole: dict[str, Tensor] = {}
-    left_out: dict[str, str] = {}
-    for name, answer in answers.items():
-        if answer is None:
-            left_out[name] = "no answer"
-        elif answer.shape != own.shape:
-            left_out[name] = f"shape {tuple(answer.shape)} instead of {tuple(own.shape)}"
-        elif not answer.is_floating_point():
-            left_out[name] = f"dtype {answer.dtype} instead of {own.dtype}"
-        else:
-            whole[name] = answer.to(own)
-    rows = torch.stack(list(whole.values())) if whole else own.new_empty(0, *own.shape)
-    rows, names, not_finite = keep_finite(rows, list(whole))
-    return rows, names, left_out | not_finite

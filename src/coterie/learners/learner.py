@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Answers, Engine, LocalWork, Question
-from coterie.errors import GradientError, KnobError, PeerLost, blaming
+from coterie.errors import GradientError, KnobError, PeerLost, attributing_errors_to
 from coterie.gradients.gradients import Gradients, complete, cut, gave_nothing, is_finite
 from coterie.gradients.norm_bound import NormBound
 from coterie.gradients.parameters import Parameters, copied, load_trained_state, trained_state
@@ -311,7 +311,7 @@ class RuleLearner(Learner):
         A `GradientError` where it is not finite.
         """
         if self.step >= self.listens_from:
-            with blaming(f"the rule `{type(self.rule).__name__}`"):
+            with attributing_errors_to(f"the rule `{type(self.rule).__name__}`"):
                 direction, state = self._direction(g)
                 if direction.shape != g.own.shape:
                     shapes = f"{tuple(direction.shape)}, not {tuple(g.own.shape)} as the gradients"

@@ -34,7 +34,7 @@ from coterie.arguments import (
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
-from coterie.errors import KnobError, ModelError, blaming
+from coterie.errors import KnobError, ModelError, attributing_errors_to
 from coterie.evaluation.losses import as_loss, on_device
 from coterie.evaluation.metrics import Metric
 from coterie.gradients.norm_bound import FACTOR
@@ -432,7 +432,7 @@ class RunSpec(RunSettings):
         """Return the scheduler of an optimizer, made."""
         if self.scheduler is None:
             return None
-        with blaming("`scheduler`, called with the optimizer,"):
+        with attributing_errors_to("`scheduler`, called with the optimizer,"):
             made = self.scheduler(optimizer)
         if not isinstance(made, LRScheduler):
             raise KnobError(
@@ -443,7 +443,7 @@ class RunSpec(RunSettings):
 
 
 def _copied(thing: Any, model: nn.Module) -> Any:
-    with blaming("a copy of the model, which stays as it is,"):
+    with attributing_errors_to("a copy of the model, which stays as it is,"):
         return copied(thing, model)
 
 
@@ -461,7 +461,9 @@ def _made(
     make: Callable[..., Optimizer], parameters: list[nn.Parameter], settings: Mapping[str, Any]
 ) -> Optimizer:
     """Return the optimizer that a class or a function makes."""
-    with blaming("`optimizer`, called with the parameters" + (" and `lr`," if settings else ",")):
+    with attributing_errors_to(
+        "`optimizer`, called with the parameters" + (" and `lr`," if settings else ",")
+    ):
         optimizer = make(parameters, **settings)
     if not isinstance(optimizer, Optimizer):
         raise KnobError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from coterie.errors import blaming
+from coterie.errors import attributing_errors_to
 from coterie.gradients.gradients import cut
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
@@ -94,7 +94,7 @@ class Stack:
 
     def schedule(self) -> None:
         """Let the schedules of step sizes go on."""
-        with blaming("the scheduler"):
+        with attributing_errors_to("the scheduler"):
             for optimizer, scheduler in self._steps:
                 if scheduler is not None:
                     # another steps in its place, or schedules run ahead of a block of steps
@@ -197,7 +197,7 @@ class Steps:
         states = [id(optimizer.state) for optimizer in optimizers]
         if states != self._of:  # others, or one that has loaded its state
             self._of, self._joint = states, _joined(optimizers)
-        with blaming("the optimizer"):
+        with attributing_errors_to("the optimizer"):
             for stack in stacks:
                 if stack.norms is not None:  # directions are cut to what is allowed
                     stack.direction.copy_(cut(stack.direction, stack.norms))

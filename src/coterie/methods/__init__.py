@@ -10,18 +10,16 @@ from typing import Any
 from coterie.errors import KnobError, did_you_mean
 from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
 from coterie.methods.averaging.fair import AFL, QFFL
-from coterie.methods.averaging.fedavg import FedAvg
-from coterie.methods.averaging.fedprox import FedProx
+from coterie.methods.averaging.fedavg import FedAvg, FedProx
 from coterie.methods.averaging.fine_tuning import FineTuning
 from coterie.methods.averaging.model_averaging import averaging_error, averaging_weights
 from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
-from coterie.methods.personal.apfl import APFL
+from coterie.methods.personal.apfl import APFL, Mapper
 from coterie.methods.personal.ditto import Ditto
 from coterie.methods.personal.fedala import FedALA
 from coterie.methods.personal.hyp_cluster import HypCluster
 from coterie.methods.personal.l2gd import L2GD
-from coterie.methods.personal.mapper import Mapper
 from coterie.methods.personal.per_fedavg import PerFedAvg
 from coterie.methods.personal.pfedme import PFedMe
 from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
@@ -36,7 +34,7 @@ from coterie.methods.weighting.fedfomo import FedFomo
 from coterie.methods.weighting.selfish import Selfish
 from coterie.methods.weighting.user_centric import UserCentric
 from coterie.methods.weighting.waffle import Waffle
-from coterie.registry import Entry, FromRun, Registry, RunFacts
+from coterie.registry import Computed, Entry, Registry, RunSizes
 from coterie.rules import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion
 
@@ -88,26 +86,26 @@ METHODS: Registry[Callable[..., Method]] = Registry("method", "coterie.methods")
 register_method = METHODS.register
 
 _FIVE = {"local_steps": 5}
-_ROUNDS = {"rounds": FromRun(lambda run: max(1, run.steps // 5)), **_FIVE}
+_ROUNDS = {"rounds": Computed(lambda run: max(1, run.steps // 5)), **_FIVE}
 _TOGETHER = FedAvg(5)
 
 
 def _tuned_after(part: float) -> dict[str, Any]:
     """Return fine-tuning after a part of the rounds, of which one at least is left."""
-    rounds = FromRun(lambda run: max(1, min(round(part * run.steps / 5), run.steps // 5 - 1)))
+    rounds = Computed(lambda run: max(1, min(round(part * run.steps / 5), run.steps // 5 - 1)))
     return {"rounds": rounds, "together": _TOGETHER}
 
 
 _TUNED = [_tuned_after(part) for part in (0.3, 0.9)]
 _FIVE_OR_TEN = [_FIVE, {"local_steps": 10}]
-_HALF = {"method": _TOGETHER, "peers": FromRun(lambda run: max(1, len(run.peers) // 2))}
+_HALF = {"method": _TOGETHER, "peers": Computed(lambda run: max(1, len(run.peers) // 2))}
 _SAMPLES = [{"method": FedAvg(k)} for k in (1, 5)]
 _MOMENTA = [{"momentum": m} for m in (0.0, 0.9)]
 _DITTO = [{"penalty": p, "together": _TOGETHER, "personal_steps": 5} for p in (0.03, 0.3)]
 _MIXINGS = [{"local_steps": 2, "mixings": mixings} for mixings in ((0.25, 0.5, 0.75), (0.5,))]
 _SIZES = {
-    "own_examples": FromRun(lambda run: run.own_examples),
-    "peers": FromRun(lambda run: run.sizes),
+    "own_examples": Computed(lambda run: run.own_examples),
+    "peers": Computed(lambda run: run.sizes),
 }
 
 
@@ -128,11 +126,11 @@ def entry_of(name: str) -> Entry[Callable[..., Any]]:
     )
 
 
-def build(name: str, knobs: Mapping[str, Any], run: RunFacts) -> Any:
+def build(name: str, knobs: Mapping[str, Any], run: RunSizes) -> Any:
     """Return a rule, or a method, whose rounds are the steps of the run.
 
     Example:
-        >>> build("fedavg-tuned", {}, RunFacts(30, {"a": 100}, steps=100)).rounds
+        >>> build("fedavg-tuned", {}, RunSizes(30, {"a": 100}, steps=100)).rounds
         30
     """
     entry = entry_of(name)

@@ -1,9 +1,10 @@
 """Candidates: ways to make a model, each with losses that it was not fitted to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import nn
 
 from coterie.mixture.families import Array, Family
 from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of
@@ -19,7 +20,7 @@ JUDGING = 10_000
 """Of more own rows so many judge."""
 AT_ONCE = 4096
 """How many rows are summed up at a time."""
-ALONE_KINDS = ("constant", "alone", "forest, alone")
+ALONE_KINDS = ("constant", "alone", "alone, closed form", "forest, alone")
 """The kinds that ask no peer."""
 
 
@@ -41,6 +42,7 @@ class Candidates:
             of numbers.
         parameters: of linear models that were fitted to all own rows, (D, J, K), the intercept
             last.
+        behind: makes the model of parameters (D, K), where these are of a layer behind others.
         predictors: in their place, J predictors that were fitted to all own rows.
         held_out: outputs of these for the validation rows, (m, J, K); not needed where there are
             none.
@@ -58,11 +60,18 @@ class Candidates:
     predictors: Sequence[Predictor] = ()
     held_out: Array | None = None
     alone: bool = False
+    behind: Callable[[Array], nn.Module] | None = None
 
     @property
     def many(self) -> int:
         """How many there are, J."""
         return int(self.outputs.shape[1])
+
+    def on(self, inputs: Array) -> "Candidates":
+        """Return them with their outputs on validation rows, where they are linear."""
+        if self.parameters is None:
+            return self
+        return replace(self, held_out=outputs_of(inputs, self.parameters))
 
     @property
     def is_linear(self) -> bool:
@@ -97,13 +106,20 @@ class OwnRows:
 
     @classmethod
     def of(
-        cls, rows: Rows, family: Family, seed: int, *, most: int = JUDGING, whole: bool = False
+        cls,
+        rows: Rows,
+        family: Family,
+        seed: int = 0,
+        *,
+        most: int = JUDGING,
+        whole: bool = False,
+        folds: Array | None = None,
     ) -> "OwnRows":
         """Return rows that are finite, in folds; all of them judge where that is asked for."""
         n = len(rows.targets)
-        folds = folds_of(
-            rows.targets, max(1, min(FOLDS, n // 2)), seed, classes=not family.is_squared
-        )
+        if folds is None:
+            count = max(1, min(FOLDS, n // 2))
+            folds = folds_of(rows.targets, count, seed, classes=not family.is_squared)
         of_all = guesses(family, rows.targets, folds)
         counts = n - np.append(0, np.bincount(folds)).astype(np.float64)
         if whole or n <= most:

@@ -1,7 +1,7 @@
 """A linear model for user 0, in closed form: honest candidates, and one mixture of them."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -10,8 +10,8 @@ from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.candidates import Candidates, OwnRows, constant, flat_prior, judged, paths
 from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import MixtureEntry, mix
-from coterie.mixture.posterior import Priors, Rows, outputs_of
-from coterie.mixture.prior import Heard, PriorAnswer, PriorQuestion, find_priors
+from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import Scaling
 
 COMMON = 1e-3
@@ -69,10 +69,51 @@ def fit(
     """
     held_out = None if held_out is None else held_out.finite()
     own = OwnRows.of(rows.finite(), family, seed, whole=others is not None)
+    found, candidates = None, [constant(own, scaling)]
+    if linear:
+        found, more = yield from linear_candidates(own, family, scaling, peers)
+        candidates += more
+    validated = None
+    if held_out is not None:
+        inputs, validated = scaling.unscaled(held_out)
+        candidates = [one.on(inputs) for one in candidates]
+    candidates += others(own.folds) if others else ()
+    targets = scaling.outputs(own.judging.targets)
+    served, by_alone, entries = mix(
+        family, targets, own.folds, candidates, held_out=validated, single=single
+    )
+    guess = entries["constant"]
+    is_constant = bool(served.losses.mean() > guess.losses.mean())
+    tau = np.zeros(0) if found is None else found.tau[0]
+    return Fitted(
+        guess if is_constant else served,
+        by_alone,
+        entries,
+        tau,
+        own.seen.shape[1] - 1,
+        is_constant=is_constant,
+    )
+
+
+Linear = Generator[PriorQuestion, PriorAnswer, tuple[Found | None, list[Candidates]]]
+
+
+def linear_candidates(own: OwnRows, family: Family, scaling: Scaling, peers: int) -> Linear:
+    """Yield what the peers are asked, as `fit` does, and return the linear candidates.
+
+    And what was found from the peers; nobody is asked where there is none.
+
+    Args:
+        own: user 0's rows, scaled.
+        family: of the loss.
+        scaling: between the caller's units and these.
+        peers: how many there are.
+    """
     d, k, views = own.rows.inputs.shape[1], own.rows.targets.shape[1], own.seen.shape[1]
     flat, found = flat_prior(d, k, intercept=scaling.intercept), None
     priors = {"alone": Priors(np.zeros((d, 1, k)), flat, np.ones(1))}
-    if linear and peers:
+    candidates = list[Candidates]()
+    if peers:
         found = yield from find_priors(own, family, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
@@ -84,31 +125,10 @@ def fit(
         }
         if len(chosen.noise):
             priors["hierarchical, chosen peers"] = chosen
-    candidates = [constant(own, scaling)]
-    if found is not None:
         pooled = np.broadcast_to(found.pooled[:, None], (d, views, 1, k))
         together = {"pooled": pooled, "pooled, user as a column": found.joint}
         candidates += [judged(kind, own, of, scaling) for kind, of in together.items()]
-    candidates += paths(own, family, priors, scaling) if linear else ()
-    validated = None
-    if held_out is not None:
-        inputs, validated = scaling.unscaled(held_out)
-        candidates = [
-            replace(one, held_out=outputs_of(inputs, one.parameters))
-            for one in candidates
-            if one.parameters is not None
-        ]
-    candidates += others(own.folds) if others else ()
-    targets = scaling.outputs(own.judging.targets)
-    served, by_alone, entries = mix(
-        family, targets, own.folds, candidates, held_out=validated, single=single
-    )
-    guess = entries["constant"]
-    is_constant = bool(served.losses.mean() > guess.losses.mean())
-    tau = np.zeros(0) if found is None else found.tau[0]
-    return Fitted(
-        guess if is_constant else served, by_alone, entries, tau, views - 1, is_constant=is_constant
-    )
+    return found, candidates + paths(own, family, priors, scaling)
 
 
 Ask = Callable[[PriorQuestion], PriorAnswer]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import softmax, stdtrit
@@ -13,7 +13,10 @@ from coterie.mixture.families import Array, Family
 from coterie.mixture.served import MixedPredictions, Predictor, linear_model, mixed_outputs
 
 TEMPERATURE = 2.0
-"""Of the weights. Losses of folds depend on each other: at 1 few rows are believed too much."""
+"""Of the weights, for linear models and trees.
+
+Losses of folds depend on each other: at 1 few rows are believed too much.
+"""
 OVERLAP = 4.0
 """How much the overlap of the folds' own rows adds to the variance of a mean over them."""
 LEAST = 0.01
@@ -67,6 +70,7 @@ def mix(
     *,
     held_out: Array | None = None,
     single: bool = False,
+    temperature: float = TEMPERATURE,
 ) -> Leaderboard:
     """Return the mixture of all candidates, that of Alone's, and that of each kind.
 
@@ -79,6 +83,7 @@ def mix(
         candidates: blocks of them; at least one asks no peer.
         held_out: targets of validation rows, (m, K): all blocks have outputs for them.
         single: give all weight to the best candidate of each entry.
+        temperature: of the weights.
 
     Example:
         >>> from coterie.mixture.families import SQUARED
@@ -97,13 +102,25 @@ def mix(
     )
     outputs = np.concatenate([one.outputs for one in candidates], 1)
     predictors = list[Predictor | None]()
-    for block in candidates:
+    numbers, numbered = dict[Any, int](), list[int]()
+
+    def number(thing: Any) -> int:
+        return numbers.setdefault(thing, 1 + len(numbers))
+
+    for block in candidates:  # mixed by parameters: 0, or below it where these are behind others
         predictors += block.predictors or [None] * block.many
-    modules = list({id(one.model): one.model for one in predictors if one is not None}.values())
-    place = {id(module): index + 1 for index, module in enumerate(modules)}
-    parts = np.array([0 if one is None else place[id(one.model)] for one in predictors])
-    parameters = [block.parameters for block in candidates if block.parameters is not None]
-    linear = np.concatenate(parameters, 1) if parameters else np.zeros((0, 0, targets.shape[1]))
+        if block.parameters is not None:
+            numbered += [-number(block.behind) if block.behind else 0] * block.many
+        numbered += [number(one.model) for one in block.predictors]
+    parts = np.array(numbered)
+    layers = dict[int, list[Candidates]]()
+    for block, first in zip(candidates, np.cumsum([0, *many]).tolist(), strict=False):
+        if block.parameters is not None:
+            layers.setdefault(int(parts[first]), []).append(block)
+    by_layer = {
+        part: np.concatenate([np.asarray(block.parameters) for block in blocks], 1)
+        for part, blocks in layers.items()
+    }
     prior = halves(alone)
     further, more = np.zeros(len(kinds)), 0 if held_out is None else len(held_out)
     if held_out is not None and more:
@@ -118,6 +135,7 @@ def mix(
             further=(further[which], more),
             parts=parts[which],
             single=single,
+            temperature=temperature,
         )
 
     whole = found(np.ones(len(kinds), dtype=bool))
@@ -126,19 +144,26 @@ def mix(
         one = found(which)
         weights = np.zeros(len(kinds))
         weights[which] = one.weights
-        of_linear = weights[parts == 0]
-        share = max(float(of_linear.sum()), 1e-300)
-        mean = np.einsum("j,djk->dk", of_linear / share, linear)
         others = [
             (float(weight), each)
             for weight, each in zip(weights, predictors, strict=True)
             if each and weight > 0
         ]
-        used = bool((parts[which] == 0).any() and of_linear.sum() > 0)
+        mean = np.zeros((0, targets.shape[1]))
+        for part, parameters in by_layer.items():
+            shares = weights[parts == part]
+            if (share := float(shares.sum())) <= 0:
+                continue
+            at = np.einsum("j,djk->dk", shares / share, parameters)
+            behind = layers[part][0].behind
+            if behind is None:
+                mean = at
+            else:
+                others.append((share, Predictor(behind(at))))
         return MixtureEntry(
             float(whole.weights[which].sum()),
             family.reported_losses(one.outputs, targets),
-            mean if used else mean[:0],
+            mean,
             tuple(others),
         )
 
@@ -191,6 +216,7 @@ def mixed(
     further: tuple[Array, int] | None = None,
     parts: Array | None = None,
     single: bool = False,
+    temperature: float = TEMPERATURE,
 ) -> Mixed:
     """Return the weights of candidates, and the mixture's outputs by weights found without each row's fold.
 
@@ -202,8 +228,9 @@ def mixed(
         prior: π, (J,).
         further: sums of losses on rows that no candidate saw, (J,), and how many rows.
         parts: the model that each candidate needs, (J,); 0 where it is linear, and mixed by its
-            parameters.
+            parameters, and below 0 where it is so behind other layers.
         single: give all weight to one candidate, the most probable.
+        temperature: of the weights.
 
     Example:
         >>> from coterie.mixture.families import SQUARED
@@ -219,9 +246,8 @@ def mixed(
 
     def weights_by(rows: Array) -> Array:
         total, count = further or (0.0, 0)
-        weights = weights_of(
-            losses[rows].sum(0) + total, float(rows.sum()) + count, k, prior, family
-        )
+        told = losses[rows].sum(0) + total, float(rows.sum()) + count, k
+        weights = weights_of(*told, prior, family, temperature=temperature)
         if single:
             weights = (np.arange(len(weights)) == weights.argmax()).astype(np.float64)
         return without_small(weights, which)
@@ -229,36 +255,46 @@ def mixed(
     weights = weights_by(np.ones(len(folds), dtype=bool))
     without = np.array([weights_by(folds != q) for q in range(n_folds)])[folds]
     finite = np.nan_to_num(outputs)
-    linear = which == 0
-    mean = np.einsum("nj,njk->nk", without[:, linear], finite[:, linear])
-    if linear.all():
-        return Mixed(weights, mean)
-    share = without[:, linear].sum(1)
-    of_linear = mean / np.where(share > 0, share, 1)[:, None]
-    every = np.concatenate([of_linear[:, None], finite[:, ~linear]], 1)
-    return Mixed(
-        weights, mixed_outputs(family.name, every, np.column_stack([share, without[:, ~linear]]))
-    )
+    if not which.any():
+        return Mixed(weights, np.einsum("nj,njk->nk", without, finite))
+    columns, shares = [finite[:, which > 0]], [without[:, which > 0]]
+    for part in np.unique(which[which <= 0]):
+        each = without[:, which == part]
+        share = each.sum(1)
+        mean = np.einsum("nj,njk->nk", each, finite[:, which == part])
+        columns.append((mean / np.where(share > 0, share, 1)[:, None])[:, None])
+        shares.append(share[:, None])
+    every = np.concatenate(columns, 1)
+    return Mixed(weights, mixed_outputs(family.name, every, np.concatenate(shares, 1)))
 
 
 def without_small(weights: Array, parts: Array) -> Array:
     """Return weights without those of models that have less than `LEAST` in all.
 
-    Linear ones cost nothing.
+    Linear ones are one model together.
 
     Example:
         >>> without_small(np.array([0.4, 0.596, 0.002, 0.002]), np.array([0, 1, 2, 2])).round(2)
         array([0.4, 0.6, 0. , 0. ])
     """
+    parts = parts - min(0, int(parts.min(initial=0)))
     totals = np.bincount(parts, weights)
     # of many that are alike some have less than that, and yet all are kept
-    kept = (totals >= min(LEAST, float(totals.max()) / 2)) | (np.arange(len(totals)) == 0)
+    kept = totals >= min(LEAST, float(totals.max()) / 2)
     left = np.where(kept[parts], weights, 0.0)
     normalised: Array = left / left.sum()
     return normalised
 
 
-def weights_of(total: Array, count: float, outputs: int, prior: Array, family: Family) -> Array:
+def weights_of(
+    total: Array,
+    count: float,
+    outputs: int,
+    prior: Array,
+    family: Family,
+    *,
+    temperature: float = TEMPERATURE,
+) -> Array:
     """Return the weights from the candidates' sums of losses over `count` rows.
 
     The squared loss is divided by the noise: the least mean squared error of all candidates.
@@ -268,7 +304,7 @@ def weights_of(total: Array, count: float, outputs: int, prior: Array, family: F
     total = np.where(np.isfinite(total), total, np.inf)
     if family.is_squared and count > 0:
         total = total / max(2 * float(total.min()) / (count * outputs), 1e-300)
-    logarithms = np.log(np.maximum(prior, 1e-300)) - total / TEMPERATURE
+    logarithms = np.log(np.maximum(prior, 1e-300)) - total / temperature
     weights: Array = softmax(logarithms)
     return weights
 

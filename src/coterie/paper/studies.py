@@ -264,7 +264,7 @@ def _by_shift(rule: Rule, lr: float, knobs: str) -> list[Line]:
     ]
 
 
-def _curves(
+def _series_of(
     settings: Callable[[], list[Line]], steps: int, first: int = 10
 ) -> Callable[[int], list[Series]]:
     """Return a function from a seed to the series of some settings."""
@@ -295,7 +295,7 @@ STUDIES = {
         " from c_0 = 0; a warm-up of β removes it, the first observed bias as c_0, a single noisy"
         " one, does not. At other step sizes and schedules the order is another: see the comparison"
         " of every method at its own best.",
-        _curves(comparison, STEPS),
+        _series_of(comparison, STEPS),
         partial(loss_curves, title="Alone, WGA and BC at η = 10⁻⁴"),
     ),
     "bias_on_bc": Study(
@@ -304,7 +304,7 @@ STUDIES = {
         " converge to the same error level.”",
         "The level is 9.38e-4 whatever the shift x_1* − x_0*; each factor of ten in the shift"
         " delays it by some 58,000 steps.",
-        _curves(bias_on_bc, STEPS),
+        _series_of(bias_on_bc, STEPS),
         partial(loss_curves, title="BC with peers ever farther away"),
     ),
     "bias_on_wga": Study(
@@ -313,7 +313,7 @@ STUDIES = {
         " converge up to O(α²ζ²).”",
         "The level is ½ (2α shift/(1 + α))², which grows with the square of the shift, above a"
         " noise floor of 1.25e-2.",
-        _curves(bias_on_wga, STEPS),
+        _series_of(bias_on_wga, STEPS),
         partial(loss_curves, title="WGA with peers ever farther away"),
     ),
     "peers_on_bc": Study(
@@ -323,7 +323,7 @@ STUDIES = {
         " and T.”",
         "5.15e-3, 1.72e-3, 1.44e-3 and 1.26e-3 for 1, 10, 20 and 50 peers: what remains is user 0's"
         " own noise, which comes in through the bias estimate at the rate β.",
-        _curves(peers_on_bc, STEPS),
+        _series_of(peers_on_bc, STEPS),
         partial(loss_curves, title="BC with 1 to 50 peers"),
     ),
     "alone_steps": Study(
@@ -332,7 +332,7 @@ STUDIES = {
         " constant step sizes.",
         "The level is ησ²/(2(2 − η)), proportional to η; the time to reach it is proportional to"
         " 1/η.",
-        _curves(alone_steps, STEPS),
+        _series_of(alone_steps, STEPS),
         partial(loss_curves, title="Alone at six step sizes"),
     ),
     "gain_factor": Study(
@@ -373,7 +373,7 @@ STUDIES = {
         " averaging (7.30e-5) comes near that value and not below it, since at its slow end BC"
         " knows of f_0 only what g_0 tells. The oracle, which is told the bias, goes below by the"
         " factor N + 1.",
-        _curves(tuned_comparison, STEPS),
+        _series_of(tuned_comparison, STEPS),
         _draw_tuned,
         panels=_TUNED | {"printed": "best constant steps"},
     ),
@@ -385,7 +385,7 @@ STUDIES = {
         " so no schedule does better than .0500. BC averages the bias over the whole run and the"
         " noise over the peers: .0162 with 10 peers, .0062 with 100, near the oracle's .0151 and"
         " .0050. WGA gains nothing: its bias costs more than its noise.",
-        _curves(partial(tuned.drifting_optimum, DRIFT_STEPS), DRIFT_STEPS),
+        _series_of(partial(tuned.drifting_optimum, DRIFT_STEPS), DRIFT_STEPS),
         partial(loss_curves, title="Tracking an optimum that drifts"),
     ),
 }

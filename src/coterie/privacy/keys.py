@@ -127,6 +127,13 @@ class Identity:
         )
 
 
+def private_key(secret: bytes) -> Any:
+    """Return the private key of an offer, from its bytes."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    return X25519PrivateKey.from_private_bytes(secret)
+
+
 def check_installed() -> None:
     """Refuse to make keys and masks without the package that makes them."""
     if importlib.util.find_spec("cryptography") is None:

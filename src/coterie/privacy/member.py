@@ -3,12 +3,13 @@
 Its keys, what it has agreed to, the masks of its parts.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from coterie.errors import KnobError, MaskError, printable
-from coterie.privacy.keys import Giving, Identity, check_known
+from coterie.privacy.keys import Giving, Identity, check_known, private_key
 from coterie.privacy.masks import LEAST_UNITS, Agreement, Masks
 from coterie.privacy.sums import COARSEST, LARGEST, SumsOnly
 
@@ -62,6 +63,7 @@ class Member:
             Giving.PLAIN if not masked_only else Giving.KNOWN_KEYS if sums.keys else Giving.MASKED
         )
         self._private: Any = None  # the key of the offer that is open
+        self._joined: Any = None  # that of the agreement
         self._masks: Masks | None = None
         self._last: Agreement | None = None  # what it has agreed to last
         self._round = -1
@@ -76,12 +78,33 @@ class Member:
 
         A `MaskError` where it does not.
         """
-        private, self._private, self._masks = self._private, None, None
+        self._joined, self._private, self._masks = self._private, None, None
         agreed = Agreement.read(message)
-        self._check(agreed, private)
-        self._masks = Masks(self.identity.site, private, agreed)
+        self._check(agreed, self._joined)
+        self._masks = Masks(self.identity.site, self._joined, agreed)
         self._last, self._round = agreed, -1
         return agreed
+
+    def kept(self) -> dict[str, Any]:
+        """Return, as plain data, what another process needs to go on in this job: a secret."""
+        keys = {"offered": self._private, "joined": self._joined if self._masks else None}
+        last = None if self._last is None else self._last.message()
+        told = {name: key and key.private_bytes_raw().hex() for name, key in keys.items()}
+        return told | {"last": last, "round": self._round}
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Go on in a job from what `kept` has returned; in a new one where that is empty."""
+        keys = {name: kept.get(name) for name in ("offered", "joined")}
+        self._private, self._joined = (
+            key and private_key(bytes.fromhex(key)) for key in keys.values()
+        )
+        self._last = Agreement.read(kept["last"]) if kept.get("last") else None
+        self._masks = (
+            Masks(self.identity.site, self._joined, self._last)
+            if self._joined and self._last
+            else None
+        )
+        self._round = kept.get("round", -1)
 
     def next_round(self, number: Any, work: object = None) -> Masks:
         """Return the masks of the next round, which are good for one part.

@@ -106,7 +106,7 @@ class ChainedLines:
         *whole, rest = data.split(b"\n")
         last, lines, chains = self._last, [], {self._count: self._last}
         for number, text in enumerate(whole, self._count + 1):
-            line, last = self._checked(text, last, number)
+            line, last = self._checked_line(text, last, number)
             lines.append(line)
             chains[number] = last
         # a whole line whose end was altered
@@ -179,7 +179,7 @@ class ChainedLines:
         if size > self._end:
             os.ftruncate(descriptor, self._end)
 
-    def _checked(self, text: bytes, last: str, number: int) -> tuple[dict[str, Any], str]:
+    def _checked_line(self, text: bytes, last: str, number: int) -> tuple[dict[str, Any], str]:
         """Return a line and its chain, if it is as it was written and follows the line before."""
         chain = _CHAIN.fullmatch(text[-_LENGTH:])
         if chain is None and number == 1:

@@ -54,11 +54,9 @@ def writing(path: Path) -> Iterator[None]:
     except FileError:
         raise
     except OSError as error:
-        room = (
-            "make room on its disk"
-            if error.errno in _NO_ROOM
-            else "make its folder one that can be written to"
-        )
+        room = "make its folder one that can be written to"
+        if error.errno in _NO_ROOM:
+            room = "make room on its disk"
         raise FileError(
             f"{path} cannot be written ({error.strerror or error}); {room}, or name another"
         ) from error

@@ -180,6 +180,24 @@ class End:
         """
         return ("test", self.test) if self.test else ("validation", self.validation)
 
+    @property
+    def exchange_cost(self) -> float | None:
+        """How many own gradients take as long as an exchange with the peers; None where nothing travelled.
+
+        Example:
+            >>> traffic = {"me": Traffic(seconds_waiting=6.0, seconds_computing=2.0, messages=30)}
+            >>> cost = {"me": Cost(gradients=100)}
+            >>> traffic |= {"a": Traffic(), "b": Traffic(), "c": Traffic()}
+            >>> End(step=9, best_step=9, traffic=traffic, costs=cost).exchange_cost
+            30.0
+        """
+        me, *peers = self.traffic or [""]
+        mine, own = self.traffic.get(me, Traffic()), self.costs.get(me, Cost()).gradients
+        if not (peers and own and mine.messages and mine.seconds_computing):
+            return None
+        waiting, computing = mine.seconds_waiting / mine.messages, mine.seconds_computing / own
+        return len(peers) * waiting / computing
+
     def shown(self) -> list[str]:
         """Return the lines of the fields that say how they are shown.
 

@@ -44,7 +44,7 @@ def write_explore_page(path: Path, records: Mapping[str, Record]) -> Path:
             [[_row(*each) for each in records.items()]],
         ),
         *_against_alone(records),
-        *_curves(records),
+        *_loss_curves(records),
         *(_of_run(name, record) for name, record in records.items()),
     ]
     return write_page(path, f"{len(records)} runs compared", sections, lead=lead)
@@ -90,7 +90,7 @@ def _against_alone(records: Mapping[str, Record]) -> list[Section]:
     return []
 
 
-def _curves(records: Mapping[str, Record]) -> list[Section]:
+def _loss_curves(records: Mapping[str, Record]) -> list[Section]:
     lines: dict[str, Points] = {
         name: record.curve("validation_loss") for name, record in records.items()
     }

@@ -46,11 +46,9 @@ def verdict(
     """
     wga, bc, sure = choices["wga"], choices["bc"], sure_speedup(choices["wga"], steps, doubted)
     if sure > PAYS:
-        unless = (
-            ""
-            if doubted is None
-            else ", unless a bias is more than two standard errors above what was measured"
-        )
+        unless = ", unless a bias is more than two standard errors above what was measured"
+        if doubted is None:
+            unless = ""
         first = (
             f"Collaboration pays: averaging with alpha = {wga.alpha:.3g} needs {sure:.3g} times"
             f" fewer steps than training alone{unless}."

@@ -97,11 +97,9 @@ def lookup(problem: Constants, steps: int) -> dict[str, Any]:
     peers, noise, bias, many = np.meshgrid(
         *(np.array(places) for places in values.values()), indexing="ij"
     )
-    ratio = (
-        1.0
-        if problem.peer_noise is None
-        else float(problem.peer_noise) / (float(problem.noise) or 1.0)
-    )
+    ratio = 1.0
+    if problem.peer_noise is not None:
+        ratio = float(problem.peer_noise) / (float(problem.noise) or 1.0)
     changed = replace(
         problem, n_peers=peers, noise=noise, peer_noise=ratio * noise, bias_floor=bias
     )

@@ -26,7 +26,7 @@ def details(record: Record, weight: float | None = None) -> list[Section]:
     """Return the folded sections of a run's page, as far as the record has something to say."""
     return [
         Section("How it was trained", summary(record, weight)[1:], folded=True),
-        *_curves(record),
+        *_loss_curves(record),
         *_weights(record),
         *_leaderboard(record),
         *_constants(record),
@@ -35,7 +35,7 @@ def details(record: Record, weight: float | None = None) -> list[Section]:
     ]
 
 
-def _curves(record: Record) -> list[Section]:
+def _loss_curves(record: Record) -> list[Section]:
     wanted = {
         "own_loss": "own training loss",
         "validation_loss": "validation loss",

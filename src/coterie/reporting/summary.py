@@ -142,11 +142,9 @@ def _validated(end: End) -> str:
     if end.validation:
         which = "validation" if end.account else f"best at step {end.best_step} by validation loss"
         return f"{which}: {_numbers(end.validation)}"
-    judged = (
-        "the own examples judged, each where it was not seen"
-        if end.account
-        else "the model is the last one"
-    )
+    judged = "the model is the last one"
+    if end.account:
+        judged = "the own examples judged, each where it was not seen"
     return f"nothing held out for validation: {judged}"
 
 

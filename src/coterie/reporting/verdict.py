@@ -11,7 +11,7 @@ from typing import Any, Literal
 from scipy import special
 from torch import nn
 
-from coterie.evaluation.comparing import compare, constant_loss
+from coterie.evaluation.evaluate import compare, constant_loss
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import ALONE_KINDS
 from coterie.recording.configuration import Configuration, counted
@@ -49,11 +49,9 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     if (none := _no_better_than_a_constant(configuration, end)) is not None:
         return none
     if asks_nobody(configuration):
-        why = (
-            "no peer was asked"
-            if configuration.alone
-            else "no peer was given weight before the first step"
-        )
+        why = "no peer was given weight before the first step"
+        if configuration.alone:
+            why = "no peer was asked"
         return Verdict(
             "alone",
             f"The model for {name} was trained alone:"

@@ -6,7 +6,7 @@ An algorithm is a file.
 from collections.abc import Callable
 from typing import Any
 
-from coterie.registry import FromRun, Registry
+from coterie.registry import Computed, Registry
 from coterie.rules.alone import Alone
 from coterie.rules.bias_correction import BiasCorrection
 from coterie.rules.knobs import Knob
@@ -47,12 +47,12 @@ register_rule = RULES.register
 _HALF = {"alpha": 0.5}
 _ALPHAS = [{"alpha": alpha} for alpha in (0.1, 0.3, 0.6, 0.9)]
 _POOLED = {
-    "alpha": FromRun(lambda run: run.peer_examples / (run.peer_examples + run.own_examples)),
-    "tau": FromRun(lambda run: {name: n / run.peer_examples for name, n in run.sizes.items()}),
+    "alpha": Computed(lambda run: run.peer_examples / (run.peer_examples + run.own_examples)),
+    "tau": Computed(lambda run: {name: n / run.peer_examples for name, n in run.sizes.items()}),
 }
 _PAPER_ALPHAS = (  # the paper's N/(N + 1), and half of it
-    FromRun(lambda run: len(run.peers) / (len(run.peers) + 1)),
-    FromRun(lambda run: 0.5 * len(run.peers) / (len(run.peers) + 1)),
+    Computed(lambda run: len(run.peers) / (len(run.peers) + 1)),
+    Computed(lambda run: 0.5 * len(run.peers) / (len(run.peers) + 1)),
 )
 _CORRECTED = [{"alpha": alpha, "beta": beta} for alpha in _PAPER_ALPHAS for beta in (0.01, 0.1)]
 _PENALTIES = [{"penalty": penalty} for penalty in (0.001, 0.01, 0.03, 0.1)]
@@ -64,7 +64,7 @@ RULES.register(
 )
 RULES.register("wga", WeightedAveraging, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("bc", BiasCorrection, defaults=_HALF | {"beta": 0.01}, benchmark_settings=_CORRECTED)
-RULES.register("stream", StreamAveraging, defaults={"horizon": FromRun(lambda run: run.steps)})
+RULES.register("stream", StreamAveraging, defaults={"horizon": Computed(lambda run: run.steps)})
 RULES.register("cosine", CosineSimilarity, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register("gate", SimilarityGate, defaults=_HALF, benchmark_settings=_ALPHAS)
 RULES.register(

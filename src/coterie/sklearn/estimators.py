@@ -115,6 +115,8 @@ class GroupEstimator(BaseEstimator):
         settings = (self.rule, self.steps, self.lr, sample_weight)
         trees: Literal[True, "only"] = "only" if self.module == "trees" else True
         closed = self.module in (None, "trees") and all(each is None for each in settings)
+        # it judges by folds, and needs no rows held out
+        folds = self.rule is None or getattr(self.rule, "guards_itself", False)
         if self.module == "trees" and not closed:
             raise KnobError(
                 '`module="trees"` takes no steps: leave out `rule`, `steps`, `lr` and'
@@ -129,7 +131,7 @@ class GroupEstimator(BaseEstimator):
             module="linear" if closed else self.module or "linear",
             me=None if self.me is None else str(self.me),
             categorical=categorical,
-            validation=(0.0 if closed else 0.2) if self.validation is None else self.validation,
+            validation=(0.0 if folds else 0.2) if self.validation is None else self.validation,
             seed=self._seed(),
             weights=weights,
             **{"steps": StepSettings.steps if self.steps is None else self.steps, "lr": self.lr},
@@ -229,7 +231,7 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
         lr: Adam's step size; when None chosen, for another rule 0.01.
         batch_size: rows that each group draws for a gradient.
         validation: the share of each group's rows held out to choose its best model. When None:
-            0.2, and none for the closed form, which judges by folds.
+            none for the default rules, which judge by folds, and else 0.2.
         random_state: what splits, initial parameters and batches depend on.
 
     Attributes:

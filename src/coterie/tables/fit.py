@@ -19,7 +19,7 @@ from coterie.everyone.train import train_everyone
 from coterie.learners.spec import RunSpec
 from coterie.recording import files
 from coterie.recording.claim import claimed
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.reporting.page import Section
 from coterie.tables import models
 from coterie.tables.calibration import save_calibration, save_pooled_calibration
@@ -138,7 +138,7 @@ def _folder_of_split(out: Path, k: int) -> Path:
 
 def fit_everyone(
     table: TableUsers,
-    rule: Callable[[RunFacts], Followed],
+    rule: Callable[[RunSizes], Followed],
     model: str,
     out: Path,
     *,
@@ -225,7 +225,7 @@ def fit_everyone(
 
 def _train_all(
     table: TableUsers,
-    rule: Callable[[RunFacts], Followed],
+    rule: Callable[[RunSizes], Followed],
     model: str,
     out: Path,
     *,
@@ -236,7 +236,7 @@ def _train_all(
 ) -> Runs:
     sizes = {user.name: len(user) for user in table.users}
     rules = {
-        name: rule(RunFacts(own, {other: n for other, n in sizes.items() if other != name}, steps))
+        name: rule(RunSizes(own, {other: n for other, n in sizes.items() if other != name}, steps))
         for name, own in sizes.items()
     }
     shares = class_shares(table.users, table.preparation)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from coterie.data import Preparation
 from coterie.errors import KnobError
-from coterie.evaluation.comparing import compare
-from coterie.evaluation.evaluate import evaluate, example_losses, outputs_on, whole_of
+from coterie.evaluation.evaluate import compare, evaluate, example_losses, outputs_on, whole_of
 from coterie.evaluation.metrics import (
     METRICS,
     Bin,
@@ -469,7 +468,7 @@ def _predictions(
         )
     tables = [_by_class(judged), _confusion(judged, target)] if classes else []
     tables += [rows] if (rows := _measures(judged, shown_above)) else []
-    charts = _curves(judged, preparation, target)
+    charts = _quality_charts(judged, preparation, target)
     return Section(f"How good predictions of {target} are", text, tables, charts=charts)
 
 
@@ -515,7 +514,7 @@ def _confusion(judged: Quality, target: str) -> list[dict[str, str]]:
     ]
 
 
-def _curves(judged: Quality, preparation: Preparation, target: str) -> list[str]:
+def _quality_charts(judged: Quality, preparation: Preparation, target: str) -> list[str]:
     charts = []
     lines: dict[str, Points] = {name: curve for name, curve in judged.roc.items() if curve[0]}
     if lines:

@@ -10,7 +10,6 @@ printed in the paper and does not hold.
 """
 
 from coterie.theory.affine import Affine, affine_bound
-from coterie.theory.auxiliary import auxiliary_bound
 from coterie.theory.choices import (
     averaging_cost,
     averaging_speedup,
@@ -23,6 +22,7 @@ from coterie.theory.choices import (
 from coterie.theory.constants import Constants, Numbers
 from coterie.theory.correction import (
     Correction,
+    auxiliary_bound,
     best_beta,
     best_correction,
     correction_bound,

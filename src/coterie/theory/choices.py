@@ -105,7 +105,7 @@ def averaging_speedup(problem: Constants, steps: Numbers, alpha: Numbers | None 
     Reference: Section 4, “Speedup over training alone”, and the figures of Appendix C.2.
     """
     alpha = best_alpha(problem, steps) if alpha is None else alpha
-    return _over(averaging_cost(problem, 0.0, steps), averaging_cost(problem, alpha, steps))
+    return _ratio(averaging_cost(problem, 0.0, steps), averaging_cost(problem, alpha, steps))
 
 
 def oracle_speedup(problem: Constants, oracle_noise: Numbers = 0.0) -> Numbers:
@@ -120,7 +120,7 @@ def oracle_speedup(problem: Constants, oracle_noise: Numbers = 0.0) -> Numbers:
     Reference: Theorem 2, “Speedup over training alone”.
     """
     peers = problem.peer_variance + as_numbers("oracle_noise", oracle_noise) ** 2 / problem.n_peers
-    return _over(np.square(problem.noise) + peers, peers)
+    return _ratio(np.square(problem.noise) + peers, peers)
 
 
 def best_tau(
@@ -198,7 +198,7 @@ def _share(part: Numbers, rest: Numbers) -> Numbers:
     return np.asarray(np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0))[()]
 
 
-def _over(alone: Numbers, together: Numbers) -> Numbers:
+def _ratio(alone: Numbers, together: Numbers) -> Numbers:
     """Return alone/together; infinite where only the latter vanishes, 1 where both do."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.divide(alone, together)

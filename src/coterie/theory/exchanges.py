@@ -77,7 +77,7 @@ def stale_bound(
         0.0560
         0.0793
     """
-    alpha, lr, steps, every = _checked(problem, alpha, lr, (steps, every), problem.smoothness)
+    alpha, lr, steps, every = _checked_knobs(problem, alpha, lr, (steps, every), problem.smoothness)
     kappa, growth = lr * every * problem.smoothness, problem.bias_growth
     noise = (1 - alpha) ** 2 * problem.noise**2 / every + alpha**2 * problem.peer_variance
 
@@ -86,7 +86,7 @@ def stale_bound(
         q = (1 + theta) / 2 + 8 / 5 * drift
         left = 1 / 2 - 8 / 5 * drift - q * alpha**2 * growth
         cost = problem.initial_gap / (lr * steps) + q * alpha**2 * problem.bias_floor**2
-        return _over(cost + (kappa + 6 / 5 * drift) * noise, left)
+        return _quotient(cost + (kappa + 6 / 5 * drift) * noise, left)
 
     return _least(bound)
 
@@ -115,7 +115,7 @@ def local_bound(
         0.0797
     """
     smoothness = _local_smoothness(problem)
-    alpha, lr, steps, every = _checked(problem, alpha, lr, (steps, every), smoothness)
+    alpha, lr, steps, every = _checked_knobs(problem, alpha, lr, (steps, every), smoothness)
     kappa, growth = lr * every * smoothness, problem.bias_growth
     noise = (
         problem.peer_variance * problem.n_peers
@@ -132,7 +132,7 @@ def local_bound(
             + (bias + 8 / 5 * drift * alpha) * problem.bias_floor**2
         )
         noise = problem.smoothness * lr * problem.variance(alpha) + 6 / 5 * drift * drifting
-        return _over(cost + noise, left)
+        return _quotient(cost + noise, left)
 
     return _least(bound)
 
@@ -215,7 +215,7 @@ def _time(steps: int, cost: float) -> tuple[int, float]:
     return steps, cost
 
 
-def _checked(
+def _checked_knobs(
     problem: Constants,
     alpha: Numbers,
     lr: Numbers,
@@ -229,7 +229,7 @@ def _checked(
     return alpha, lr, steps, every
 
 
-def _over(cost: Numbers, left: Numbers) -> Numbers:
+def _quotient(cost: Numbers, left: Numbers) -> Numbers:
     """Return cost/left; infinite where nothing is left."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(np.greater(left, 0), cost / np.maximum(left, 1e-300), np.inf)

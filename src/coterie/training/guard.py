@@ -19,8 +19,7 @@ from typing import Any
 from scipy import special
 from torch import Tensor, nn
 
-from coterie.evaluation.comparing import paired_error
-from coterie.evaluation.evaluate import example_losses
+from coterie.evaluation.evaluate import example_losses, paired_error
 from coterie.gradients.parameters import copied, load_trained_state
 from coterie.learners.learner import Learner
 from coterie.recording.result import GuardCheck, GuardDecision

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from coterie.choosing.chooser import TellsCost
-from coterie.errors import KnobError, UserCodeError, blaming
+from coterie.errors import KnobError, UserCodeError, attributing_errors_to
 from coterie.learners.spec import RunSpec
 from coterie.recording.configuration import Configuration, describe
 from coterie.recording.progress import progress_bar
@@ -82,7 +82,7 @@ def tell(hooks: Sequence[Hook], what: str, about: object) -> list[object]:
     answers, failed = [], None
     for hook in hooks:
         try:
-            with blaming(
+            with attributing_errors_to(
                 f"the hook {describe(hook.function if isinstance(hook, _OnStep) else type(hook))}"
             ):
                 answers.append(getattr(hook, what)(about))

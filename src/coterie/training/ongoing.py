@@ -17,7 +17,7 @@ from coterie.errors import (
     KnobError,
     PeerLost,
     UserCodeError,
-    blaming,
+    attributing_errors_to,
 )
 from coterie.evaluation.evaluate import evaluate
 from coterie.gradients.gradients import is_finite
@@ -313,7 +313,7 @@ class OngoingRun(ResumableRun):
     def take_block(self, captured: Captured, most: int) -> Taken | None:
         """Take at most so many captured steps; None where the next is no such step."""
         self.whole = False
-        with blaming("the model, the loss or the optimizer"):
+        with attributing_errors_to("the model, the loss or the optimizer"):
             losses = captured.advance(most)
         return None if losses is None else self.took(losses)
 
@@ -326,7 +326,7 @@ class OngoingRun(ResumableRun):
         """Write the directions of the next step, by answers that were asked for with those of other runs."""
         self.whole = True  # until the step is taken
         try:
-            with blaming("the model or the loss"):
+            with attributing_errors_to("the model or the loss"):
                 step, *others = [each.next_step(answers.get(each)) for each in self.learners]
         except PeerLost as lost:
             raise self._lost(lost) from lost
@@ -376,7 +376,7 @@ class OngoingRun(ResumableRun):
     def _restarted(self, guard: Guard) -> NextStep:
         """Let the run go on from the model trained alone, and return its next step."""
         guard.restart(self.learner)
-        with blaming("the model or the loss"):
+        with attributing_errors_to("the model or the loss"):
             return self.learner.next_step()
 
     def _validate(self) -> Mapping[str, float] | None:

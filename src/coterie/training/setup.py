@@ -18,7 +18,7 @@ from coterie.engines.engine import Engine
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD
 from coterie.engines.in_process.sampler import check_alike
-from coterie.errors import DataError, KnobError, ModelError, blaming
+from coterie.errors import DataError, KnobError, ModelError, attributing_errors_to
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.evaluation.losses import ignored_class, is_over_classes
 from coterie.evaluation.metrics import binary_accuracy, metrics_for
@@ -29,7 +29,7 @@ from coterie.learners.spec import RunSpec
 from coterie.methods import build
 from coterie.recording.configuration import Configuration, StepSettings, UserSummary, describe
 from coterie.recording.costs import Costs
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import Alone
 from coterie.training.algorithm import algorithm_of
 from coterie.training.guard import Guard
@@ -54,20 +54,21 @@ RULE = optional(
 
 
 def with_rule(spec: RunSpec) -> RunSpec:
-    """Return the run with the rule that None stands for, and the settings that the rule needs."""
+    """Return the run with the rule that it follows, and the settings that the rule needs."""
     spec = with_named_rule(spec)
-    RULE("rule", spec.rule)
-    spec = replace(spec, rule=default_rule(spec)) if spec.rule is None else spec
     return algorithm_of(spec.rule).completed(spec)
 
 
 def with_named_rule(spec: RunSpec) -> RunSpec:
-    """Return the run with the rule or method that its name stands for; "auto" is None."""
-    if not isinstance(spec.rule, str):
-        return spec
-    sizes = {peer.name: None if peer.is_stream else len(peer) for peer in spec.peers}
-    facts = RunFacts(0 if spec.me.is_stream else len(spec.me), sizes, spec.steps)
-    return replace(spec, rule=None if spec.rule == "auto" else build(spec.rule, {}, facts))
+    """Return the run with the rule or method that its name stands for; "auto" is as None, the default."""
+    if isinstance(spec.rule, str) and spec.rule != "auto":
+        sizes = {peer.name: None if peer.is_stream else len(peer) for peer in spec.peers}
+        facts = RunSizes(0 if spec.me.is_stream else len(spec.me), sizes, spec.steps)
+        return replace(spec, rule=build(spec.rule, {}, facts))
+    if spec.rule in (None, "auto"):
+        return replace(spec, rule=default_rule(spec))
+    RULE("rule", spec.rule)
+    return spec
 
 
 _OF_STEPS = (
@@ -148,7 +149,7 @@ def _check_numbers(spec: RunSpec, part: str, examples: Examples | None) -> None:
     if not len(bad):
         return
     device = next(spec.model.parameters()).device
-    with torch.no_grad(), evaluation_mode(spec.model), blaming("the model"):
+    with torch.no_grad(), evaluation_mode(spec.model), attributing_errors_to("the model"):
         output = spec.model(examples.inputs[bad].to(device))
     if isinstance(output, Tensor) and not bool(output.isfinite().all()):
         raise DataError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from coterie.errors import DataError, blaming
+from coterie.errors import DataError, attributing_errors_to
 from coterie.users.sampling import seeded
 from coterie.users.trees import NOTHING, Tree, device_of, leaves, mapped, n_rows
 
@@ -256,7 +256,7 @@ class FromStream:
 
     def fresh(self, size: int, seed: int, step: int, whose: str) -> tuple[Tree, Tree]:
         """Return a batch of new examples."""
-        with blaming(f"the stream of {whose}"), seeded(seed, "stream", step):
+        with attributing_errors_to(f"the stream of {whose}"), seeded(seed, "stream", step):
             drawn = self.draw(size, seed, step)
         inputs, targets = as_tree_pair(drawn, whose)
         for what, tree in (("inputs", inputs), ("targets", targets)):

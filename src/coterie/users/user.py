@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from coterie.arguments import instance, is_text, listed, shown
-from coterie.errors import DataError, blaming
+from coterie.errors import DataError, attributing_errors_to
 from coterie.users.examples import (
     Array,
     Collate,
@@ -228,7 +228,10 @@ class User:
         """Return the examples at these indices; random transforms draw from (seed, user, step)."""
         if isinstance(self.examples, InMemory):
             return self.examples.take(indices)
-        with seeded(seed, self.name, step), blaming(f"the data set of user {self.name!r}"):
+        with (
+            seeded(seed, self.name, step),
+            attributing_errors_to(f"the data set of user {self.name!r}"),
+        ):
             return self.examples.take(indices)
 
     def to(self, device: torch.device) -> Self:
@@ -251,7 +254,10 @@ class User:
             spread = torch.linspace(
                 0, len(self) - 1, min(len(self), EXAMPLES_COMPARED), dtype=torch.float64
             )
-            with seeded(0, "fingerprint", 0), blaming(f"the data set of user {self.name!r}"):
+            with (
+                seeded(0, "fingerprint", 0),
+                attributing_errors_to(f"the data set of user {self.name!r}"),
+            ):
                 held = self.examples.take(spread.long())
         for tree in held:
             if not isinstance(tree, Tensor):

@@ -30,6 +30,7 @@ def adaptive(
     me: User, peers: Sequence[User], rule: AdaptiveAveraging | None = None, **changed: Any
 ) -> coterie.Run:
     torch.manual_seed(0)
+    rule = AdaptiveAveraging(linear=False) if rule is None else rule
     return coterie.train(nn.Linear(D, 1), mse_loss, me, peers, rule, **(SETTINGS | changed))
 
 

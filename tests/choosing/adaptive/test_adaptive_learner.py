@@ -18,8 +18,8 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie import AdaptiveAveraging, InProcess, User
+from coterie.choosing.adaptive.adaptive_learner import Schedule
 from coterie.choosing.adaptive.evaluations import split
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.engines.attacks import Attacked
 from coterie.engines.engine import Capabilities
 from coterie.errors import ModelError, UserCodeError
@@ -56,6 +56,7 @@ def train(me: User, peers: list[User], **changed: Any) -> coterie.Run:
     settings: dict[str, Any] = {
         "optimizer": torch.optim.SGD,
         "lr": 0.05,
+        "rule": AdaptiveAveraging(linear=False),
         "steps": 40,
         "batch_size": 100,
         "measure": False,

@@ -44,6 +44,7 @@ def users(own: int = 12, *, late: int = 0) -> tuple[User, list[User]]:
 def train(me: User, peers: Sequence[User], **changed: Any) -> coterie.Run:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
+        "rule": coterie.AdaptiveAveraging(linear=False),
         "lr": 0.1,
         "steps": STEPS,
         "batch_size": 10,

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.choosing.adaptive.weights import (
     FACTORED,
     FittedWeights,
@@ -96,7 +95,7 @@ def test_without_noise_nothing_changes() -> None:
 def test_pooled_has_weights_where_all_who_answered_were_too_long_at_the_end() -> None:
     """Two attackers, each at another trunk, and a third peer that never answers: nothing is divided by zero."""
     engine = NoisyQuadratic(Quadratic(1, 0, noise=0), [Quadratic(1, 0, noise=0)] * 3).engine()
-    weights = PeerWeights(engine, Schedule.of(24), 1, n_folds=2)
+    weights = PeerWeights(engine, 24, 12, 1, n_folds=2)
     theirs = torch.tensor([[[1.0], [1.0], [torch.nan]]] * 2)
     evidence = PeerEvidence(theirs, torch.ones(2, 1))
     longest = torch.full((2,), 10.0)

@@ -19,10 +19,10 @@ from coterie.aggregators import (
 from coterie.cli.options.registered import knobs_of
 from coterie.errors import KnobError
 from coterie.methods import METHODS, FedAvg
-from coterie.registry import Registry, RunFacts
+from coterie.registry import Registry, RunSizes
 from coterie.rules import RULES
 
-RUN = RunFacts(10, {"a": 20, "b": 10, "c": 30, "d": 5, "e": 8}, steps=60)
+RUN = RunSizes(10, {"a": 20, "b": 10, "c": 30, "d": 5, "e": 8}, steps=60)
 
 
 @dataclass(frozen=True)

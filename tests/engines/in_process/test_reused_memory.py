@@ -11,7 +11,7 @@ from tests.support.layer_cases import (
 from torch.nn import functional as f
 
 import coterie
-from coterie.engines.in_process.reused_memory import ReusedMemory
+from coterie.engines.in_process.passes import ReusedMemory
 
 
 def test_rows_that_are_held_are_not_written_over() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import coterie
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
-from coterie.engines.peer.caps import Caps, clipped
+from coterie.engines.peer.own_gradients import Caps, clipped
 from coterie.engines.remote.messages import answer_message
 from coterie.engines.requests import Request, to_array
 from coterie.errors import KnobError

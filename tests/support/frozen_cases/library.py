@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,7 +41,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "data interpolation": methods.data_interpolation,
     "correction": coterie.BiasCorrection,
     "oracle": coterie.OracleCorrection,
-    "adaptive": coterie.AdaptiveAveraging,
+    "adaptive": functools.partial(coterie.AdaptiveAveraging, linear=False),
     "stream averaging": StreamAveraging,
     "cosine": similarity.CosineSimilarity,
     "gate": similarity.SimilarityGate,

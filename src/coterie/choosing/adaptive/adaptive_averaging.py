@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import POSITIVE
-from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner, OwnSetting
+from coterie.choosing.adaptive.adaptive_learner import (
+    EVALUATIONS,
+    AdaptiveLearner,
+    OwnSetting,
+    Schedule,
+)
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
-from coterie.choosing.adaptive.schedule import EVALUATIONS, Schedule
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
+from coterie.choosing.mixture import gradients_of_a_fit
 from coterie.engines.asking import OwnUser, asking
 from coterie.engines.capabilities import require
 from coterie.engines.engine import Engine
@@ -72,6 +77,7 @@ class AdaptiveAveraging(Algorithm):
         single: serve the best single model in the place of the mixture.
         rates: step sizes to try, in multiples of the optimizer's. When None: 0.3, 1 and 3 where
             neither `lr` nor an optimizer or a schedule is given, and the step size that is given.
+        linear: take linear models in closed form, as `Mixture` makes them, as further candidates.
 
     Example:
         >>> import torch, coterie
@@ -90,6 +96,7 @@ class AdaptiveAveraging(Algorithm):
 
     single: bool = False
     rates: tuple[float, ...] | None = None
+    linear: bool = True
 
     guards_itself = plans_by_steps = True
 
@@ -207,7 +214,8 @@ class AdaptiveAveraging(Algorithm):
                 " such as `Alone()`"
             ) from error
         looks = HeldOutEvaluations(spec, points, folds, single=self.single)
-        return AdaptiveLearner(spec, engine, costs, looks, self.settings(spec))
+        settings = self.settings(spec)
+        return AdaptiveLearner(spec, engine, costs, looks, settings, linear=self.linear)
 
     def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
         """Return the fold of each own example, (n,), and which examples copies see, (P, n).
@@ -221,7 +229,7 @@ class AdaptiveAveraging(Algorithm):
     def gradients_asked(self, me: str, peers: Sequence[str], settings: StepSettings) -> int:
         """Return how many gradients a run asks of each peer elsewhere, at most."""
         first, second = Schedule.of(settings.steps).exchanges(settings.exchange_every)
-        return first * (FOLDS + 1) + second
+        return first * (FOLDS + 1) + second + self.linear * gradients_of_a_fit(len(peers))
 
     def _n_folds(self, spec: RunSpec) -> int:
         """Return into how many folds user 0's examples are split, each of two or more where there are enough."""

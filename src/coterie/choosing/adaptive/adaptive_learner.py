@@ -14,25 +14,27 @@ every K-th step, and where they are judged; in the steps between, what they last
 
 What is served is a mixture of all points at the evaluations, by how well the blind copies predict
 the rows that they did not see (`evaluations`). This file takes the steps of all copies, in order.
-`schedule` says at which step what is done, `weights` and `peer_weights` whom the trunks follow.
+`Schedule` says at which step what is done, `weights` whom the trunks follow.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from coterie.choosing.adaptive.closed_form import CLOSED_FORM, LAST_LAYER, ClosedForms
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
-from coterie.choosing.mixture import account_of
+from coterie.choosing.e_steps import ESteps
+from coterie.choosing.mixture import A_FIT, account_of
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
@@ -40,8 +42,87 @@ from coterie.learners.captured import StackBlock
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack, why_not_capturable, why_not_stacked
+from coterie.mixture.candidates import ALONE_KINDS
+from coterie.mixture.families import LOSS
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
+
+CHOSEN = (
+    "branch",
+    *(named.format("hierarchical, chosen peers") for named in (CLOSED_FORM, LAST_LAYER)),
+)
+"""The kinds that follow chosen peers; all others that ask peers follow all."""
+
+GRAMS = 12
+"""Gram matrices in a trunk, evenly spaced; one at every step gave nothing more."""
+EVALUATIONS = 7
+"""Evaluations in each half of a run, beside that before the first step."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: the trunk up to `half`, then the branch.
+
+    Example:
+        >>> schedule = Schedule.of(60)
+        >>> schedule.half, [*schedule.judging][:4]
+        (30, [0, 2, 4, 6])
+        >>> sorted(schedule.evaluations)
+        [0, 1, 2, 3, 5, 10, 17, 30, 31, 32, 33, 35, 40, 47, 60]
+    """
+
+    steps: int
+    half: int  # the branch's first step
+    between_grams: int  # in the trunk every peer is judged so often
+
+    @classmethod
+    def of(cls, steps: int) -> Self:
+        """Return the schedule of a run of so many steps."""
+        half = max(1, round(steps / 2))
+        return cls(steps, half, max(1, half // GRAMS))
+
+    @functools.cached_property
+    def evaluations(self) -> frozenset[int]:
+        """The steps after which all copies are judged: dense where a half begins."""
+        after = (
+            np.geomspace(max(1, n // 50), max(1, n), EVALUATIONS).round().astype(int)
+            for n in (self.half, self.steps - self.half)
+        )
+        first, second = ({*each.tolist()} for each in after)
+        second = {min(self.half + step, self.steps) for step in second}
+        return frozenset({0, self.half, self.steps, *first, *second})
+
+    @functools.cached_property
+    def judging(self) -> range:
+        """The steps that judge every peer by itself."""
+        return range(0, self.half, self.between_grams)
+
+    def exchanges(self, every: int) -> tuple[int, int]:
+        """Return in how many steps of each half peers are asked.
+
+        Every so many, where they are judged, and at the fork.
+
+        Example:
+            >>> Schedule.of(240).exchanges(8), Schedule.of(240).exchanges(1)
+            ((24, 15), (120, 120))
+        """
+        asked = {
+            *range(0, self.steps, every),
+            *self.judging,
+            min(self.half, self.steps - 1),
+        }
+        first = sum(step < self.half for step in asked)
+        return first, len(asked) - first
+
+    def alike(self, step: int) -> int:
+        """Return how many steps from this one on are the same work.
+
+        To the next Gram matrix, evaluation or fork.
+        """
+        ends = [min(each for each in (*self.evaluations, self.steps + 1) if each > step)]
+        if step < self.half:
+            ends.append(step + -step % self.between_grams)
+        return min(ends) - step
 
 
 class OwnSetting(NamedTuple):
@@ -67,14 +148,20 @@ class AdaptiveLearner(Learner):
         costs: Costs,
         looks: HeldOutEvaluations,
         settings: Sequence[OwnSetting],
+        *,
+        linear: bool = True,
     ) -> None:
         super().__init__(spec, engine, costs)
         self.looks, self.points = looks, looks.points
+        self.linear = linear
+        self.tau_of_prior, self.exchanges = np.zeros(0), 0
         # the parts of `points`: all own examples, then all but each fold
         self.n_folds = int(looks.folds.max()) + 1
         self.settings = sorted(settings)  # those of one step size come one after the other
         self.schedule = Schedule.of(spec.steps)
-        self.peer_weights = PeerWeights(engine, self.schedule, self.points.d, self.n_folds)
+        self.peer_weights = PeerWeights(
+            engine, spec.steps, self.schedule.half, self.points.d, self.n_folds
+        )
         start, d = self.points.start(), self.points.d
         # the part of the own examples that each copy of alone, and of the branch, sees
         self.parts = [*range(self.n_folds + 1)] * len(self.settings)
@@ -90,9 +177,9 @@ class AdaptiveLearner(Learner):
         decays = [each.decay for each in self.settings]
         self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
         self._collect()
-        self._weights = self.peer_weights.of_trunks()
-        self.trunk_weights = self._tensor(self._weights)
+        self.trunk_weights = self.x.new_zeros(self.n_folds + 1, len(engine.names))
         self.pooled_weights = self.trunk_weights[-1:].clone()
+        self._weigh()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         # how long what peers send may be
@@ -180,7 +267,7 @@ class AdaptiveLearner(Learner):
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
         self._weights = self.peer_weights.of_trunks()
-        self.trunk_weights.copy_(self._tensor(self._weights))
+        self.trunk_weights.copy_(torch.from_numpy(np.array(self._weights)))
         self.pooled_weights.copy_(self.trunk_weights[-1:])
 
     def _take(self, answers: Answers, own: Tensor, sums: Tensor, answered: Tensor) -> None:
@@ -228,6 +315,8 @@ class AdaptiveLearner(Learner):
         self.step += n
         if self.step == self.schedule.half:
             self._fork()
+        if self.step == self.schedule.steps:
+            self._close()
         if self.step in self.schedule.evaluations:
             self._look()
 
@@ -294,6 +383,19 @@ class AdaptiveLearner(Learner):
         copies = self.alone, self.peers, self.branch
         self.stacks = tuple(each for each in copies if each is not None)
 
+    def _close(self) -> None:
+        """Find, at the end, what has a closed form."""
+        looks = self.looks
+        if not self.linear or looks.family is LOSS:
+            return
+        about = looks.family, looks.targets, looks.folds
+        forms = ClosedForms(self.spec, self.engine, *about)
+        # rows go through its layers at each peer, whose running statistics are its own
+        followed = self.peer_weights.bounds().any() and not self.buffers["peers"].shape[1]
+        e_steps = ESteps(self.engine, self.costs, self.peers.x[-1], A_FIT, first=self.spec.steps)
+        looks.find_closed(forms, e_steps, self._points("peers")[-1] if followed else None)
+        self.tau_of_prior, self.exchanges = forms.tau, e_steps.exchanges
+
     def _look(self) -> None:
         """Judge all copies that are candidates."""
         kinds = {"alone": self._by_setting("alone")}
@@ -335,9 +437,12 @@ class AdaptiveLearner(Learner):
         """Return the peers' weights in what would be served now."""
         if not self.looks.paths:
             return {}
-        shares = {kind: float(each.sum()) for kind, each in self.looks.weights().items()}
-        pooled = shares.get("branch from pooled", 0.0) + shares.get("pooled", 0.0)
-        weights = self.peer_weights.served(shares.get("branch", 0.0), pooled)
+        share = {kind: one.weight for kind, one in self.looks.fitted().entries.items()}
+        of_all = sum(share[kind] for kind in share if kind not in (*ALONE_KINDS, *CHOSEN))
+        weights = self.peer_weights.served(share.get("branch", 0.0), of_all)
+        if len(self.tau_of_prior):
+            of_prior = sum(share.get(kind, 0.0) for kind in CHOSEN[1:])
+            weights = weights + of_prior * self.tau_of_prior
         return dict(zip(self.engine.names, weights.tolist(), strict=True))
 
     def account(self, travelled: Mapping[str, Traffic]) -> dict[str, Any]:
@@ -345,7 +450,10 @@ class AdaptiveLearner(Learner):
         if not self.looks.paths:
             return {}
         mine, kappa = travelled.get(self.costs.me, Traffic()), self.peer_weights.kappa()
-        return account_of(self.looks.fitted(), self.tau(), len(self.spec.me)) | {
+        test, on_test = self.spec.me.test, None
+        if test is not None:
+            on_test = partial(self.looks.losses, test)
+        return account_of(self.looks.fitted(), self.tau(), len(self.spec.me), on_test) | {
             "steps": [step for step in self.schedule.judging if step < self.step],
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(self.engine.names, kappa[:, 1:].T.tolist(), strict=True))
@@ -354,13 +462,11 @@ class AdaptiveLearner(Learner):
             "cost": {
                 "runs": self.gradients_asked / max(1, self.step),
                 "sketches" if self.sketch else "rows": self.grams * self.n_folds,
+                "exchanges": self.exchanges,
                 "messages": sum(each.messages for each in travelled.values()),
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
         }
-
-    def _tensor(self, values: list[Array] | Array) -> Tensor:
-        return torch.from_numpy(np.array(values)).to(self.x)
 
     def _points(self, of: Literal["alone", "peers", "branch"]) -> Tensor:
         """Return where the copies are, with the model's buffers where passes move them."""
@@ -400,7 +506,8 @@ class AdaptiveLearner(Learner):
             "paths": self.looks.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "rates": [group["lr"] for group in self.optimizer.param_groups],
-            "asked": [self.grams, self.gradients_asked],
+            "asked": [self.grams, self.gradients_asked, self.exchanges],
+            "tau_of_prior": torch.from_numpy(self.tau_of_prior),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -424,4 +531,5 @@ class AdaptiveLearner(Learner):
             self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
             group["lr"] = rate
-        self.grams, self.gradients_asked = state["asked"]
+        self.grams, self.gradients_asked, self.exchanges = state["asked"]
+        self.tau_of_prior = state["tau_of_prior"].cpu().numpy()

@@ -4,16 +4,19 @@ They are mixed as those of the closed form are; see `coterie.mixture.mixing`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from coterie.choosing.adaptive.closed_form import ClosedForms, last_layer
+from coterie.choosing.e_steps import ESteps
 from coterie.choosing.mixture import family_of
 from coterie.engines.asking import GradientsAtPoints
 from coterie.engines.peer.linear_rows import linear_of
+from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.spec import RunSpec
 from coterie.mixture.candidates import Candidates, guesses
@@ -28,6 +31,9 @@ from coterie.users.user import User
 
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0)
 """By what outputs of classes are divided, each a candidate: fitted to few rows, networks are too sure."""
+
+TEMPERATURE = 1.0
+"""Of the mixture's weights."""
 
 
 @dataclass
@@ -55,6 +61,8 @@ class HeldOutEvaluations:
     ) -> None:
         self.spec, self.points, self.folds = spec, points, folds.numpy()
         self.paths: dict[str, Trajectory] = {}
+        self.closed = list[Candidates]()  # what has a closed form
+        self.trunk: Tensor | None = None  # the point behind whose layers some of these are
         rows, validation = spec.me.examples, spec.me.validation
         outputs = None  # of a loss that has no family they may be anything
         if family_of(spec.loss) is not None:
@@ -109,7 +117,9 @@ class HeldOutEvaluations:
         flat = np.concatenate([each.ravel() for each in totals.values()])
         alone = np.repeat([k == "alone" for k in totals], [e.size for e in totals.values()])
         count = len(self.targets) + len(self.held_out)
-        given = weights_of(flat, count, self.targets.shape[1], halves(alone), self.family)
+        given = weights_of(
+            flat, count, self.targets.shape[1], halves(alone), self.family, temperature=TEMPERATURE
+        )
         ends = np.cumsum([each.size for each in totals.values()])[:-1]
         parts = np.split(given, ends)
         return {
@@ -145,7 +155,7 @@ class HeldOutEvaluations:
 
     def fitted(self) -> Fitted:
         """Return the mixture of all candidates, and that of each kind."""
-        many = sum(len(path.points) for path in self.paths.values())
+        many = sum(len(path.points) for path in self.paths.values()) + len(self.closed)
         if self._fitted is None or self._fitted[0] != many:
             self._fitted = many, self._mixed()
         return self._fitted[1]
@@ -153,11 +163,12 @@ class HeldOutEvaluations:
     def _mixed(self) -> Fitted:
         blocks = [self._block(kind, path) for kind, path in self.paths.items() if path.points]
         if self.family is not LOSS:
-            blocks.append(self._constant())
+            blocks += [*self.closed, self._constant()]
         served, alone, entries = mix(
             *(self.family, self.targets, self.folds, blocks),
             held_out=self.held_out if len(self.held_out) else None,
             single=self.single,
+            temperature=TEMPERATURE,
         )
         guess = entries.get("constant")
         is_constant = guess is not None and bool(served.losses.mean() > guess.losses.mean())
@@ -222,10 +233,14 @@ class HeldOutEvaluations:
         model = copied(self.spec.model)
         layer = linear_of(model)
         if entry.others or layer is None:
-            mixed = entry.model(self.family, intercept=layer is not None and layer.bias is not None)
+            mixed = entry.model(self.family, intercept=layer is None or layer.bias is not None)
             return mixed.to(next(self.spec.model.parameters()))
         give(layer, entry.parameters)
         return model
+
+    def losses(self, examples: Examples, entry: MixtureEntry) -> Array:
+        """Return the losses of what an entry of the leaderboard serves."""
+        return np.asarray(example_losses(self.model(entry), self.spec.loss, examples).numpy())
 
     def _judged(self, points: Tensor, examples: Examples) -> Array:
         """Return the outputs at each point for each row, (R, n, K); losses where there is no family."""
@@ -250,29 +265,64 @@ class HeldOutEvaluations:
         self.points.serve(served)
         return model
 
+    def find_closed(self, forms: ClosedForms, e_steps: ESteps, trunk: Tensor | None) -> None:
+        """Find what has a closed form; the last layer behind those of a model at `trunk`."""
+        self.closed = forms.of_inputs(e_steps)
+        if trunk is not None and linear_of(self.spec.model) is None:
+            self.trunk = trunk.clone()
+            of_last = forms.of_last_layer(self._model(trunk), e_steps, self.with_last_layer)
+            self.closed += of_last
+
+    def with_last_layer(self, parameters: Array) -> nn.Module:
+        """Return the model at `trunk` with another last layer."""
+        if self.trunk is None:
+            raise AssertionError("last layers are behind a trunk")
+        model = self._model(self.trunk)
+        layer = model.get_submodule(last_layer(model))
+        give(cast("nn.Linear", layer), parameters)
+        return model
+
     def state_dict(self) -> dict[str, Any]:
         """Return all candidates."""
         return {
-            kind: {
-                name: list(map(torch.from_numpy, each)) if name != "points" else each
-                for name, each in vars(path).items()
-            }
-            for kind, path in self.paths.items()
+            "paths": {kind: _saved(vars(path)) for kind, path in self.paths.items()},
+            "closed": [_saved(vars(block)) for block in self.closed],
+            "trunk": self.trunk,
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up saved candidates."""
-        self.paths = {
-            kind: Trajectory(
-                **{
-                    name: [each.cpu().numpy() for each in saved]
-                    if name != "points"
-                    else list(saved)
-                    for name, saved in path.items()
-                }
-            )
-            for kind, path in state.items()
-        }
+        self.paths = {kind: Trajectory(**_taken(path)) for kind, path in state["paths"].items()}
+        self.trunk = state["trunk"]
+        self.closed = [Candidates(**_taken(block)) for block in state["closed"]]
+        self.closed = [
+            replace(one, behind=self.with_last_layer if one.behind else None) for one in self.closed
+        ]
+
+
+def _saved(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays, also those in lists, as tensors."""
+
+    def saved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [saved(each) for each in value]
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    fields = {name: value if name != "behind" else bool(value) for name, value in fields.items()}
+    return {name: saved(value) for name, value in fields.items()}
+
+
+def _taken(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `_saved` made as it was; points of paths stay tensors."""
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, list):
+            return [taken(each) for each in value]
+        return value.cpu().numpy() if isinstance(value, Tensor) else value
+
+    return {
+        name: list(value) if name == "points" else taken(value) for name, value in fields.items()
+    }
 
 
 def _family(spec: RunSpec, outputs: Tensor | None) -> Family:

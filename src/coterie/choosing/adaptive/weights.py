@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.choosing.adaptive.schedule import Schedule
 from coterie.engines.engine import Answers, Engine, PeerEvidence, combined
 from coterie.gradients.simplex import simplex_minimum, simplex_minimum_low_rank
 
@@ -204,15 +203,6 @@ def sizes(engine: Engine) -> Array:
     return np.array([float(known.get(name) or np.nan) for name in engine.names])
 
 
-def added_noise(engine: Engine, d: int) -> Array:
-    """Return the variance of the noise that each peer adds to a gradient of d numbers.
-
-    0 where none is told.
-    """
-    told = engine.capabilities.noise
-    return np.array([d * told.get(name, 0.0) ** 2 for name in engine.names])
-
-
 def shares(
     sizes: Array, noise: Array | float = 0.0, without: NDArray[np.bool_] | None = None
 ) -> Array:
@@ -283,28 +273,29 @@ class PeerWeights:
 
     Args:
         engine: which tells numbers of examples, and the noise that private peers add.
-        schedule: of the run.
+        steps: of the run, and `half` of them, in which weights are fitted.
         d: how many numbers a gradient has.
         n_folds: into how many parts user 0's examples are split; each has a trunk.
     """
 
-    def __init__(self, engine: Engine, schedule: Schedule, d: int, n_folds: int) -> None:
-        self.engine, self.steps, self.d = engine, schedule.steps, d
-        self.fitted = [FittedWeights(len(engine.names), schedule.half) for _ in range(n_folds)]
+    def __init__(self, engine: Engine, steps: int, half: int, d: int, n_folds: int) -> None:
+        self.engine, self.steps, self.d = engine, steps, d
+        self.fitted = [FittedWeights(len(engine.names), half) for _ in range(n_folds)]
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
 
     def fit(self, near: WithoutOutliers) -> None:
         """Fit the weights of the next steps."""
-        added = added_noise(self.engine, self.d)
+        noise = self.engine.capabilities.noise  # of private peers, in each number
+        added = np.array([self.d * noise.get(name, 0.0) ** 2 for name in self.engine.names])
         for fitted, theirs, ours in zip(
             self.fitted, near.evidence.theirs, near.evidence.ours, strict=True
         ):
             fitted.add(theirs, ours, added)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
-        noise = added / (self.steps * max(near.usual * near.usual, 1e-30))
-        self.by_size = shares(self.sizes, noise, without=near.outlier)
+        relative = added / (self.steps * max(near.usual * near.usual, 1e-30))
+        self.by_size = shares(self.sizes, relative, without=near.outlier)
 
     def fork(self) -> bool:
         """Leave out of pooled peers that never answered.

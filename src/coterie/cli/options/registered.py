@@ -17,7 +17,7 @@ from coterie.data.table import ColumnSettings
 from coterie.errors import KnobError, did_you_mean
 from coterie.evaluation import METRICS
 from coterie.methods import METHODS
-from coterie.registry import Entry, FromRun, Registry
+from coterie.registry import Computed, Entry, Registry
 from coterie.rules import RULES
 from coterie.training.trackers import TRACKERS
 
@@ -184,7 +184,7 @@ def _read(kind: Any, text: str) -> Any:
     return words[text]
 
 
-def _aggregator(text: str) -> FromRun:
+def _aggregator(text: str) -> Computed:
     """Return what makes an aggregator for a run from `name` or `name(knob=value, …)`."""
     match = re.fullmatch(r"([\w-]+)(?:\((.*)\))?", text)
     if match is None:
@@ -192,7 +192,7 @@ def _aggregator(text: str) -> FromRun:
     entry = AGGREGATORS.entry(match[1])
     inner = [pair.strip() for pair in re.split(r",(?![^(]*\))", match[2] or "") if pair.strip()]
     knobs = knobs_of(entry, inner)
-    return FromRun(lambda run: entry.build(knobs, run))
+    return Computed(lambda run: entry.build(knobs, run))
 
 
 def _words(kind: Any) -> list[str]:

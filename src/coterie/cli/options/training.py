@@ -21,7 +21,7 @@ from coterie.errors import KnobError
 from coterie.methods import build, entry_of
 from coterie.privacy.sums import SumsOnly
 from coterie.recording.configuration import StepSettings
-from coterie.registry import RunFacts
+from coterie.registry import RunSizes
 from coterie.rules import RULES
 
 
@@ -46,8 +46,8 @@ class TableOptions(TableSettings):
         float | None,
         Option(
             help=(
-                "Share of user 0's rows held out to choose the best model; if left out 0.2, and"
-                " none for mixture."
+                "Share of user 0's rows held out to choose the best model; if left out none for"
+                " adaptive and mixture, which judge by folds, and else 0.2."
             ),
             show_default=False,
         ),
@@ -109,7 +109,7 @@ class RuleOptions(KnobOptions):
         """The rule that is named; where none is, what takes steps."""
         return "adaptive" if self.rule == "auto" else self.rule
 
-    def build(self, facts: RunFacts) -> Any:
+    def build(self, facts: RunSizes) -> Any:
         """Return the rule or method for a run.
 
         What is wrong with a knob is told by the option that gave it.

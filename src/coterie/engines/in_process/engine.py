@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,16 +24,16 @@ from coterie.engines.engine import (
 )
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
-from coterie.engines.in_process.model_support import check_classes, probe
+from coterie.engines.in_process.model_support import ModelSupport, check_classes, probe
 from coterie.engines.in_process.passes import Passes, Weights
-from coterie.engines.in_process.sampler import Batches, BatchSampler, Drawn, with_own
+from coterie.engines.in_process.sampler import Batches, BatchSampler, with_own
 from coterie.engines.in_process.side_stream import side_stream
-from coterie.engines.in_process.user_by_user import UserByUser
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.linear_rows import LinearRows, rows_key
-from coterie.errors import ModelError
+from coterie.engines.requests import Request
+from coterie.errors import KnobError, ModelError
 from coterie.evaluation.evaluate import evaluate
-from coterie.gradients.gradients import FiniteLater, Gradients, add_up, keep_finite
+from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite
 from coterie.mixture.answers import EStep, StackedUsers
 from coterie.privacy.privacy import Privacy
 from coterie.recording.costs import Traffic
@@ -179,17 +180,9 @@ class InProcess:
         """How many examples everybody has; counted once, since it is asked for at every step."""
         return {n: None if user.is_stream else len(user) for n, user in self.sampler.users.items()}
 
-    def draw(self, names: tuple[str, ...], step: int) -> Drawn:
-        """Return user 0's batch at a step, and those of these peers, grouped by size."""
-        return self.sampler.draw(names, step)
-
     def indices(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
         return self.sampler.indices(names, step)
-
-    def at(self, names: tuple[str, ...], indices: Tensor) -> Drawn:
-        """Return user 0's batch, and those of these peers, from a row of `indices`."""
-        return self.sampler.at(names, indices)
 
     def gradients_of(
         self, x: Tensor, indices: Tensor, weights: Mapping[str, float], *, rows: bool
@@ -201,7 +194,7 @@ class InProcess:
         User 0's pass has a stream of its own on a GPU, so that a captured step takes it while the
         peers' goes on.
         """
-        own_batch, others = self.at(tuple(weights), indices)
+        own_batch, others = self.sampler.at(tuple(weights), indices)
         with side_stream(x.device) as join:
             own, loss, _ = self._user_by_user.gradient(self.me, x, 0, own_batch)
         matrix = self.passes.rows(x, others) if weights and rows else None
@@ -433,3 +426,58 @@ class InProcess:
             return self.passes.rows(x, batches)
         each = zip(names, x.expand(len(names), -1), strict=True)
         return torch.stack([self._user_by_user.answer(name, point, step) for name, point in each])
+
+
+class UserByUser:
+    """The gradients and losses of one user at a time.
+
+    A random model draws what belongs to (seed, user, step). Every pass begins with the model's
+    buffers, and what it leaves in them is returned; only `keep_buffers` moves the model's.
+    """
+
+    def __init__(self, passes: Passes, sampler: BatchSampler, support: ModelSupport) -> None:
+        self.passes, self.sampler, self.support = passes, sampler, support
+        self._peers: dict[str, Peer] = {}
+
+    def with_sampler(self, sampler: BatchSampler) -> Self:
+        """Return the same with other batches."""
+        other = copy.copy(self)
+        other.sampler = sampler
+        return other
+
+    def gradient(
+        self, name: str, x: Tensor, step: int, batch: tuple[Tree, Tree]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return a user's gradient and loss, and the buffers as its batch leaves them."""
+        buffers = self.passes.buffers() if self.support.moves_buffers else {}
+        with self._seeded(name, step, x.device):
+            gradient, loss = self.passes.single(x, *batch, buffers)
+        return gradient, loss, buffers
+
+    def loss(self, name: str, x: Tensor, step: int) -> Tensor:
+        """Return a user's loss on its batch of a step."""
+        inputs, targets = self.sampler.one(name, step)
+        buffers = self.passes.buffers() if self.support.moves_buffers else None
+        with torch.no_grad(), self._seeded(name, step, x.device):
+            return self.passes.loss(self.passes.output(x, inputs, buffers), targets)
+
+    def answer(self, name: str, x: Tensor, step: int, work: LocalWork | None = None) -> Tensor:
+        """Return a peer's gradient at x, as it would answer in a process of its own."""
+        if name not in self._peers:
+            self._peers[name] = Peer(self.sampler.users[name], self.passes, support=self.support)
+        request = Request(x[None], step, self.sampler.seed, self.sampler.batch_size, work=work)
+        reply = self._peers[name].answer(request)
+        if reply.gradients is None:
+            raise KnobError(f"{name!r} gives no gradient: {reply.refused}")
+        return reply.gradients[0]
+
+    def keep_buffers(self, own: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Let the model's buffers be what user 0's batch left, unless its gradient is of no use."""
+        if self.support.moves_buffers and is_finite(own):
+            for name, buffer in self.passes.model.named_buffers():
+                buffer.copy_(buffers[name])
+
+    def _seeded(self, name: str, step: int, device: torch.device) -> AbstractContextManager[None]:
+        return (
+            seeded(self.sampler.seed, name, step, device) if self.support.random else nullcontext()
+        )

@@ -3,20 +3,23 @@
 The gradient of a batch, of a weighted sum of batches, of each batch on its own.
 """
 
+import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
-from coterie.engines.in_process.reused_memory import ReusedMemory
 from coterie.engines.in_process.sampler import Batches, alike
 from coterie.evaluation.losses import PerExample, as_loss, known_per_example
 from coterie.gradients.parameters import Parameters
@@ -421,3 +424,34 @@ def _memory(device: torch.device) -> int:
         return 2**25
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (torch.cuda.mem_get_info(device)[0] + held) // 4
+
+
+class ReusedMemory:
+    """Give tensors in memory that nobody else holds, and reuse that memory later.
+
+    The operating system takes large memory back when it is freed, and clears every page when it
+    hands it out again. On a CPU that can cost as much as the writing itself. For a GPU, torch keeps
+    the memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[NDArray[np.uint8], weakref.ref[Any]]] = []
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a tensor to be filled, of the dtype and device of another."""
+        size = math.prod(shape) * like.element_size()
+        if like.device.type != "cpu" or not size:
+            return like.new_empty(shape)
+        self._kept = [kept for kept in self._kept if len(kept[0]) == size or kept[1]() is not None]
+        free = next(
+            (
+                i
+                for i, (memory, lent) in enumerate(self._kept)
+                if len(memory) == size and lent() is None
+            ),
+            None,
+        )
+        memory = np.empty(size, np.uint8) if free is None else self._kept.pop(free)[0]
+        lent = memory[:]  # the tensor and its views hold this, and nothing else does
+        self._kept.append((memory, weakref.ref(lent)))
+        return torch.from_numpy(lent).view(like.dtype).view(shape)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engines.in_process.copies import Copies
-from coterie.engines.in_process.reused_memory import ReusedMemory
+from coterie.engines.in_process.passes import ReusedMemory
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key
 from coterie.users.trees import Tree, joined, mapped

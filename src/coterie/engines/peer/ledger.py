@@ -126,7 +126,7 @@ class Ledger:
             raise FileError(
                 f"{self.path} must be a plain file; put the ledger back, or name another file"
             )
-        with writing(self.path), open(self.path, "ab", opener=_owner_only) as file:
+        with writing(self.path), open(self.path, "ab", opener=owner_only) as file:
             wait_for_lock(file.fileno())  # closing the file lets it go
             for number, line in enumerate(self._lines.read_on(), 1):
                 try:
@@ -256,7 +256,7 @@ def kept_secret(path: Path) -> bytes:
     if not path.exists():
         made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         with writing(path):
-            with open(made, "xb", opener=_owner_only) as file:
+            with open(made, "xb", opener=owner_only) as file:
                 file.write(secrets.token_hex(32).encode())
             with suppress(FileExistsError):  # another process was faster, and its secret counts
                 os.link(made, path)
@@ -283,5 +283,6 @@ def _as_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))
 
 
-def _owner_only(path: str, flags: int) -> int:
+def owner_only(path: str, flags: int) -> int:
+    """Open a file, as `open` lets an opener do, which is its owner's alone where it is new."""
     return os.open(path, flags, 0o600)

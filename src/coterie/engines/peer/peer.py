@@ -19,9 +19,8 @@ from torch import Tensor
 from coterie.engines.compression import HALVES, Rounding
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer.caps import Caps, clipped
 from coterie.engines.peer.ledger import Ledger, Spending, kept_secret
-from coterie.engines.peer.own_gradients import OwnGradients, secret_bytes
+from coterie.engines.peer.own_gradients import Caps, OwnGradients, clipped, secret_bytes
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.requests import Reply, Request
 from coterie.errors import KnobError

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from coterie.engines.in_process.model_support import full_precision, warnings_as_errors
 from coterie.engines.in_process.passes import Buffers, Passes
 from coterie.engines.peer.ghost_norms import MARGIN, clipped_sum_by_layer, takes
-from coterie.errors import CoterieError, DataError, ModelError, blaming
+from coterie.errors import CoterieError, DataError, ModelError, attributing_errors_to
 from coterie.evaluation.losses import PerExample
 from coterie.privacy.accountant import MAX_KINDS, Event
 from coterie.privacy.masks import NoiseShare
@@ -258,7 +258,7 @@ class PrivateGradients:
                     else []
                 )
         if not passing:
-            with blaming("the model or the loss, given one example,"):
+            with attributing_errors_to("the model or the loss, given one example,"):
                 self._rows(x, torch.tensor([0]), None, 0, 0)
             raise ModelError(
                 "no example has a finite gradient at the model's first parameters; prepare the"

@@ -45,7 +45,7 @@ def relay(
             files.write(out / REFUSED, f"{'; '.join(problems)}. {REMEDY}".encode())
             return
         sites.ask(names, "train", WHOLE_RUN)
-        members = {name: Standing(patience) for name in names}
+        members = {name: MemberProgress(patience) for name in names}
         tenth = 0
         while not all(one.is_over for one in members.values()):
             time.sleep(pause)
@@ -66,7 +66,7 @@ def relay(
 
 
 @dataclass
-class Standing:
+class MemberProgress:
     """How far a site is, as it says itself."""
 
     patience: float
@@ -120,7 +120,7 @@ class Standing:
         return {"step": self.step, "steps": self.steps, "ended": self.ended, "failed": self.failed}
 
 
-def ended_in_words(members: Mapping[str, Standing]) -> str:
+def ended_in_words(members: Mapping[str, MemberProgress]) -> str:
     """Return in a few lines who has ended."""
     ended = [f"{name} ({one.step} steps)" for name, one in members.items() if one.ended]
     lines = [

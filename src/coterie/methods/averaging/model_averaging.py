@@ -39,7 +39,7 @@ def averaging_weights(
         >>> averaging_weights([10, 10, 40], noise=1.0, spread=0.1).round(3).tolist()
         [0.268, 0.177, 0.556]
     """
-    n = _checked(sizes, noise, spread)
+    n = _checked_sizes(sizes, noise, spread)
     others = n[1:]
     if grain == "fine":
         certainty = 1 / (spread**2 + noise**2 / others)
@@ -71,13 +71,13 @@ def averaging_error(weights: ArrayLike, sizes: Sequence[int], noise: float, spre
         >>> round(averaging_error(best, [10, 10, 40], noise=1.0, spread=0.1), 4)
         0.0268
     """
-    n, v = _checked(sizes, noise, spread), np.asarray(weights, dtype=float)
+    n, v = _checked_sizes(sizes, noise, spread), np.asarray(weights, dtype=float)
     if v.shape != n.shape or abs(v.sum() - 1) > 1e-6:
         raise KnobError(f"`weights` must be one for each user and sum to 1, got {v.tolist()}")
     return float(noise**2 * (v**2 / n).sum() + spread**2 * ((1 - v[0]) ** 2 + (v[1:] ** 2).sum()))
 
 
-def _checked(sizes: Sequence[int], noise: float, spread: float) -> NDArray[np.float64]:
+def _checked_sizes(sizes: Sequence[int], noise: float, spread: float) -> NDArray[np.float64]:
     n = np.asarray(sizes, dtype=float)
     if len(n) < 2 or not (n >= 1).all():
         raise KnobError(
