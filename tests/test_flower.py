@@ -152,10 +152,17 @@ def test_a_thousand_exchanges_of_a_deployment_are_refused_with_advice() -> None:
     assert run(steps=5, local_steps=20).step == 5
 
 
+def _named(name: str, message: Message) -> Message:
+    return Message(to_record({"name": name}), reply_to=message)
+
+
 def test_bad_settings() -> None:
     grid = DirectGrid([app_of(user("a")), app_of(user("a"))])
     with pytest.raises(DataError, match="every peer must have a name of its own"):
         trained(grid, 2)
+    for name in ("", "a\x1b[2J"):  # codes for a terminal
+        with pytest.raises(DataError, match="of printable text"):
+            trained(DirectGrid([lambda message, _: _named(name, message)]), 1)  # noqa: B023
     with pytest.raises(DataError, match="2 of 3 SuperNodes are connected"):
         trained(grid, 3)
     with pytest.raises(KnobError, match="`compress` must be left out over Flower"):

@@ -221,10 +221,10 @@ class FlowerGrid:
         names: dict[str, int] = {}
         for node, reply in sorted(replies.items()):
             name = reply.get("name") if isinstance(reply, dict) else None
-            if not isinstance(name, str) or name in names:
+            if not isinstance(name, str) or name in names or not (name and name.isprintable()):
                 raise DataError(
                     f"the SuperNode {node} gave the name {name!r:.100}; every peer must have a name"
-                    " of its own"
+                    " of its own, of printable text"
                 )
             names[name] = int(node)
         if len(names) < self.peers:

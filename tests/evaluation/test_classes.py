@@ -84,7 +84,7 @@ def test_calibration_bins_have_equal_sizes_and_are_as_scikit_learn_has_them() ->
     assert [one.rows for one in bins] == [40] * 5
     share, mean = calibration_curve(truth, told, n_bins=5, strategy="quantile")
     np.testing.assert_allclose([one.came_true for one in bins], share)
-    np.testing.assert_allclose([one.told for one in bins], mean)
+    np.testing.assert_allclose([one.predicted for one in bins], mean)
     doubled = calibration(told, truth, 5, np.full(N, 2.0))
     # not twice the rows
     np.testing.assert_allclose([one.error for one in doubled], [one.error for one in bins])

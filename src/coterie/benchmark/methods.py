@@ -57,14 +57,7 @@ what a method gains or loses beside them is not Adam's. `…-auto`: knobs by the
 constants."""
 
 DEFAULT = ("alone", "pooled", "fine-tuned", *(f"wga-{alpha:g}" for alpha in ALPHAS), "wga")
-DEFAULT += (
-    "adaptive",
-    "bc",
-    "alone-plain",
-    "pooled-plain",
-    *OURS,
-    *TOOLS,
-)
+DEFAULT += ("adaptive", "bc", "alone-plain", "pooled-plain", *OURS, *TOOLS)
 """What `coterie bench` compares if nothing else is asked for.
 
 Minutes of work, where all take hours.

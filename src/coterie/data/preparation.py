@@ -272,9 +272,8 @@ class Preparation:
             if each.name in TUPLES
         }
         data = base64.b64decode(plain["transformer"])
-        files.check_inflated(
-            data, files.MOST_TEXT
-        )  # of any content, a folder may come from anybody
+        # of any content, a folder may come from anybody
+        files.check_inflated(data, files.MOST_TEXT)
         transformer = skops.io.loads(data, trusted=["numpy.dtype"])
         return cls(**{**plain, **tuples, "transformer": transformer})
 

@@ -83,11 +83,7 @@ class GradientsAtPoints:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        user: OwnUser,
-        parts: Tensor,
-        here: "StackedGradients | None" = None,
+        self, engine: Engine, user: OwnUser, parts: Tensor, here: "StackedGradients | None" = None
     ) -> None:
         self.engine, self.user, self.parts, self._here = engine, user, parts, here
         self.names, self.d = engine.names, Parameters(user.model).size
@@ -136,11 +132,9 @@ class GradientsAtPoints:
         Weights of zero ask nobody.
         """
         asked = len(question.weights)
-        peers = (
-            self._asked_at_points
-            if self.engine.capabilities.many_points
-            else self._asked_one_by_one
-        )
+        peers = self._asked_one_by_one
+        if self.engine.capabilities.many_points:
+            peers = self._asked_at_points
         waiting = peers(question)
         own, losses, buffers = self._own_gradients(question, question.points[asked:])
         ours = self._on_all(question)
@@ -159,11 +153,9 @@ class GradientsAtPoints:
             nobody, here = self._here.nobody, self._here
             alone = here.ask(replace(question, points=points, weights=nobody, each=()))
             return cast("Tensor", alone.sums), cast("Tensor", alone.losses), points[:, self.d :]
-        gradients, losses, moved = (
-            [points[:0, : self.d]],
-            [points.new_zeros(0)],
-            [points[:0, self.d :]],
-        )
+        gradients = [points[:0, : self.d]]
+        losses = [points.new_zeros(0)]
+        moved = [points[:0, self.d :]]
         for point, part in zip(points, question.own, strict=True):
             with self._at(point):
                 g = self._own[part].gradients(point[: self.d], question.step, {})
@@ -195,11 +187,9 @@ class GradientsAtPoints:
 
     def _asked_one_by_one(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers at one point after the other, once user 0 has its gradients."""
-        points, weights, step = (
-            question.points[: len(question.weights)],
-            question.weights,
-            question.step,
-        )
+        points = question.points[: len(question.weights)]
+        weights = question.weights
+        step = question.step
         judged = len(question.each)
 
         def answers() -> Answers:
@@ -225,10 +215,8 @@ class GradientsAtPoints:
 
         Their rows are not numbers.
         """
-        rows, left_out = (
-            points.new_full((len(points), len(self.names), self.d), torch.nan),
-            dict[str, str](),
-        )
+        rows = points.new_full((len(points), len(self.names), self.d), torch.nan)
+        left_out = dict[str, str]()
         equal = dict.fromkeys(self.names, 1 / len(self.names))
         for point, to in zip(points, rows, strict=True):
             if point.isfinite().all():
@@ -245,11 +233,9 @@ class GradientsAtPoints:
         Where they show sketches only, these come beside sums at all points; else rows come, and
         sums are made here.
         """
-        weights, judged, size = (
-            question.weights,
-            len(question.each),
-            self.engine.capabilities.sketch,
-        )
+        weights = question.weights
+        judged = len(question.each)
+        size = self.engine.capabilities.sketch
         points = question.points[: len(weights)]
         asked = weights.masked_fill(weights == 0, math.nan)
         asked[:judged] = weights[:judged]

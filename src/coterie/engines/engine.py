@@ -97,11 +97,9 @@ class LocalWork:
 
     def at(self, places: int | Sequence[int]) -> Self:
         """Return the same work from some of the points alone."""
-        return (
-            self
-            if self.add is None
-            else replace(self, add=self.add[[places] if isinstance(places, int) else places])
-        )
+        if self.add is None:
+            return self
+        return replace(self, add=self.add[[places] if isinstance(places, int) else places])
 
     def direction(self, gradient: Tensor, x: Tensor, place: int | slice = 0) -> Tensor:
         """Return what a step follows at x on its way from the point in this place, or from all in these places."""
@@ -242,11 +240,9 @@ class PeerEvidence:
 
     def without(self, peers: Tensor) -> "PeerEvidence":
         """Return the same where some peers (R, N) did not answer."""
-        return (
-            replace(self, theirs=self.theirs.masked_fill(peers.unsqueeze(2), torch.nan))
-            if peers.any()
-            else self
-        )
+        if peers.any():
+            return replace(self, theirs=self.theirs.masked_fill(peers.unsqueeze(2), torch.nan))
+        return self
 
 
 def combined(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -229,11 +229,11 @@ def sensitivities(matrix: Numbers) -> Numbers:
 class Bin(NamedTuple):
     """Rows of like probability.
 
-    How many, the probability that was told, and the share that came true.
+    How many, the predicted probability, and the share that came true.
     """
 
     rows: int
-    told: float
+    predicted: float
     came_true: float
     error: float  # the standard error of the share, by the probability told
 
@@ -243,7 +243,7 @@ def calibration(probabilities: Any, positive: Any, bins: int = 5, weights: Any =
 
     Example:
         >>> calibration([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2)[1]
-        Bin(rows=2, told=0.75, came_true=1.0, error=0.306...)
+        Bin(rows=2, predicted=0.75, came_true=1.0, error=0.306...)
     """
     predicted, truth = np.asarray(probabilities, dtype=float), np.asarray(positive, dtype=float)
     w = _weights(weights, len(predicted))

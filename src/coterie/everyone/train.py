@@ -1,5 +1,6 @@
 """Train a personal model for every user, each with all others as its peers."""
 
+import copy
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,18 @@ from typing import Annotated
 from torch import nn
 
 from coterie.arguments import Setting, listed, takes_fields_of
+from coterie.choosing import Mixture
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.sampler import check_alike
 from coterie.errors import DataError, GradientError, KnobError, UserCodeError
 from coterie.everyone.folders import POOLED, align, folder_names
-from coterie.everyone.pooled import pooled_spec
 from coterie.everyone.runs import Runs
 from coterie.learners.spec import LOSS, MODEL, RunSettings, RunSpec
 from coterie.recording.claim import claimed
 from coterie.recording.progress import Show, interruptible, progress_bar
+from coterie.rules import Alone
 from coterie.training.algorithm import Followed
 from coterie.training.loop import Loop
 from coterie.training.ongoing import OngoingRun
@@ -30,6 +32,8 @@ from coterie.training.run import Run
 from coterie.training.setup import check, with_named_rule
 from coterie.training.together import HeldOutTogether, SharedAnswers
 from coterie.training.train import SetUpRun, set_up, train_spec
+from coterie.users.examples import Examples, InMemory
+from coterie.users.trees import joined
 from coterie.users.user import USER, Loss, User, check_names
 
 
@@ -259,3 +263,32 @@ def _why_by_itself(run: OngoingRun) -> str | None:
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
     return learner.engine.capabilities.not_stacked or why
+
+
+def pooled_spec(specs: Sequence[RunSpec]) -> RunSpec | None:
+    """Return the run that trains on everybody's examples; None where these are not all in memory.
+
+    Its batches are as large as those of all users together, so that a step costs what a step of one
+    user does.
+    """
+    users = [spec.me for spec in specs]
+    examples = _joined([user.examples for user in users])
+    if examples is None:
+        return None
+    all_of = copy.copy(users[0])
+    all_of.name, all_of.examples = "everyone", examples
+    all_of.validation, all_of.test = (
+        _joined([part for part in parts if part is not None])
+        for parts in zip(*((user.validation, user.test) for user in users), strict=True)
+    )
+    size, closed = specs[0].batch_size * len(users), isinstance(specs[0].rule, Mixture)
+    rule = Mixture() if closed else Alone()
+    return replace(specs[0], me=all_of, peers=(), rule=rule, batch_size=size, exchange_every=1)
+
+
+def _joined(parts: Sequence[Examples]) -> InMemory | None:
+    """Return several sets as one; None where one of them is not in memory, or there is none."""
+    held = [part for part in parts if isinstance(part, InMemory)]
+    if not held or len(held) < len(parts):
+        return None
+    return InMemory(joined([part.inputs for part in held]), joined([part.targets for part in held]))

@@ -194,13 +194,13 @@ def _server_file(members: Sequence[str]) -> str:
 def _lines(part: Data | Model | Training) -> str:
     """Return the settings of a part; those that are left out stand as comments, with what they mean."""
     kind: Any = type(part)
-    given = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
+    written = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
     left_out = [
         f"# {name} =   # {note.help}"
         for name, note in settings_of(kind).items()
         if getattr(part, name) is None
     ]
-    return "\n".join([*given, *left_out])
+    return "\n".join([*written, *left_out])
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:

@@ -115,8 +115,7 @@ class MessageSettings:
     compress: Annotated[
         Compress | None,
         Setting(
-            "Send in half precision; what rounding loses is added to the next message.",
-            COMPRESS,
+            "Send in half precision; what rounding loses is added to the next message.", COMPRESS
         ),
     ] = None
     secure_sums: Annotated[

@@ -199,11 +199,9 @@ class Learner(ABC):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.listens_from = state["step"], state["listens_from"]
-        self.state, self.best, self.last_exchange = (
-            state["rule"],
-            state["best"],
-            state.get("last_exchange"),
-        )
+        self.state = state["rule"]
+        self.best = state["best"]
+        self.last_exchange = state.get("last_exchange")
         if self.bound is not None:
             self.bound.longest.copy_(state["longest"])
             self.bound.opposition.load_state_dict(state["opposition"])

@@ -360,11 +360,9 @@ class RunSpec(RunSettings):
     @property
     def save_every(self) -> int:
         """Steps between checkpoints."""
-        return (
-            max(1, self.steps // 10)
-            if self.checkpoint_every is None
-            else int(self.checkpoint_every)
-        )
+        if self.checkpoint_every is None:
+            return max(1, self.steps // 10)
+        return int(self.checkpoint_every)
 
     def prepared(self) -> Self:
         """Return the same run with copies of model and loss on the device, and of its optimizer, made."""

@@ -51,8 +51,8 @@ class NearestMixture:
     def _by_grams(self, ends: Sequence[int]) -> list[Array]:
         """Return what was found after so many points, from a Gram matrix for each view."""
         mean, found = np.zeros(0), list[Array]()
-        for count, (theirs, own) in enumerate(self._looks, 1):
-            rows = np.array([_lacking(theirs, one) for one in own])  # (V, N + 1, r)
+        for count, (of_peers, own) in enumerate(self._looks, 1):
+            rows = np.array([_lacking(of_peers, one) for one in own])  # (V, N + 1, r)
             gram = rows @ rows.swapaxes(1, 2)
             diagonal = np.einsum("pii->pi", gram)[:, :, None] * np.eye(gram.shape[1])
             gram = (1 - TOWARDS_DIAGONAL) * gram + TOWARDS_DIAGONAL * diagonal
@@ -72,8 +72,8 @@ class NearestMixture:
             for view in range(self.views):
                 factor = np.concatenate(
                     [
-                        _lacking(theirs, own[view]) * np.sqrt(share)
-                        for share, (theirs, own) in zip(shares, self._looks, strict=False)
+                        _lacking(of_peers, own[view]) * np.sqrt(share)
+                        for share, (of_peers, own) in zip(shares, self._looks, strict=False)
                     ],
                     1,
                 )
@@ -85,10 +85,10 @@ class NearestMixture:
         return found
 
 
-def _lacking(theirs: Array, own: Array) -> Array:
+def _lacking(of_peers: Array, own: Array) -> Array:
     """Return what nobody and each peer lacks of the own gradient, (N + 1, r)."""
-    known = np.isfinite(theirs.sum(1))
-    rows: Array = np.concatenate([np.zeros_like(theirs[:1]), theirs]) - own
+    known = np.isfinite(of_peers.sum(1))
+    rows: Array = np.concatenate([np.zeros_like(of_peers[:1]), of_peers]) - own
     rows[1:][~known] = MISSING
     return rows
 

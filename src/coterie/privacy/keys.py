@@ -48,8 +48,8 @@ class Offer:
 
     def message(self) -> dict[str, str]:
         """Return it as plain data."""
-        told = {name: getattr(self, name).hex() for name in ("key", "identity", "signature")}
-        return {"site": self.site, "giving": self.giving.name, **told}
+        plain = {name: getattr(self, name).hex() for name in ("key", "identity", "signature")}
+        return {"site": self.site, "giving": self.giving.name, **plain}
 
     @classmethod
     def read(cls, site: str, message: Any, purpose: bytes = MASKED_SUMS) -> Self:

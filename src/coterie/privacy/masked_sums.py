@@ -140,7 +140,7 @@ class MaskedSums:
                 offers[name] = Offer.read(name, replies.get(name))
             except MaskError as error:
                 self._lose(name, step, "no answer" if replies.get(name) is None else str(error))
-        split = {name: told for name in offers if (told := _noise_told(replies[name])) is not None}
+        split = {name: asked for name in offers if (asked := _noise_of(replies[name])) is not None}
         if split and len(split) < len(offers):
             for name in offers.keys() - split.keys():
                 self._lose(name, step, "adds no share of the noise that the others split")
@@ -164,7 +164,7 @@ class MaskedSums:
         logger.warning("step %d: %s is lost (%s); the others agree on new keys", step, name, reason)
 
 
-def _noise_told(reply: Any) -> tuple[float, int] | None:
+def _noise_of(reply: Any) -> tuple[float, int] | None:
     """Return the noise that a sum must have for a site, in units of its gradient, and the margin.
 
     None without.

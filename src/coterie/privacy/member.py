@@ -134,13 +134,13 @@ class Member:
         ]
         counted = [weight for site, weight in weights.items() if site not in freer]
         if not self.sums.allowed(torch.tensor([counted], dtype=torch.float64)).item():
-            how = (
-                "know the others' keys"
-                if self.giving is Giving.KNOWN_KEYS
-                else "give masked sums only"
-            )
+            giving = "give masked sums only"
+            if self.giving is Giving.KNOWN_KEYS:
+                giving = "know the others' keys"
             but = (
-                f"; {printable(freer[0], 50)!r} does not {how}, and does not count" if freer else ""
+                f"; {printable(freer[0], 50)!r} does not {giving}, and does not count"
+                if freer
+                else ""
             )
             raise MaskError(f"it gives {self.sums}{but}")
         if not self.private and len(set(weights.values())) > 1:

@@ -121,8 +121,8 @@ def noisy(total: Tensor, clip: float, noise: float, over: float = 1.0) -> Tensor
         >>> noisy(torch.zeros(2), clip=1.0, noise=1.0).dtype
         torch.float32
     """
-    given, done = torch.empty_like(total, dtype=torch.float32), 0
+    noisy, done = torch.empty_like(total, dtype=torch.float32), 0
     for chunk in normals(len(total), total.device):
         here = slice(done, done := done + len(chunk))
-        given[here] = chunk.mul_(noise * clip / over).add_(total[here], alpha=1 / over)
-    return given
+        noisy[here] = chunk.mul_(noise * clip / over).add_(total[here], alpha=1 / over)
+    return noisy

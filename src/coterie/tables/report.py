@@ -533,7 +533,7 @@ def _quality_charts(judged: Quality, preparation: Preparation, target: str) -> l
 
 def _calibration_chart(judged: Quality, preparation: Preparation, target: str) -> str:
     bins, classes = judged.calibration, preparation.classes
-    predicted, true = [one.told for one in bins], [one.came_true for one in bins]
+    predicted, true = [one.predicted for one in bins], [one.came_true for one in bins]
     ends = [0.0, 1.0] if classes else [min(predicted), max(predicted)]
     low, high = ([one.came_true + side * one.error for one in bins] for side in (-2, 2))
     if classes:

@@ -503,11 +503,9 @@ class OngoingRun(ResumableRun):
     def _lost(self, lost: PeerLost) -> PeerLost:
         """Save the state before this step, and return the error with where it is."""
         path, run = self.save(), self.finish(Stopped.PEER_LOST, 0.0)
-        where = (
-            f"saved in {path}; start everybody again and resume"
-            if path
-            else "in this error's `run`"
-        )
+        where = "in this error's `run`"
+        if path:
+            where = f"saved in {path}; start everybody again and resume"
         return PeerLost(
             f"{lost}. The state after {counted(self.learner.step, 'step')} is {where}",
             lost.peers,

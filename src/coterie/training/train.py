@@ -80,11 +80,7 @@ class SetUpRun:
 
 
 def set_up(
-    spec: RunSpec,
-    held: ExitStack,
-    stack: ExitStack,
-    *,
-    known: dict[str, OnParts] | None = None,
+    spec: RunSpec, held: ExitStack, stack: ExitStack, *, known: dict[str, OnParts] | None = None
 ) -> SetUpRun:
     """Set a run up: check, open the engine, claim the folder, choose, measure, make the learner and its guard.
 

@@ -181,11 +181,9 @@ def _check_fit(
         with torch.no_grad(), warnings_as_errors():
             loss = passes.loss(output, targets)
     except Exception as error:
-        part = (
-            ""
-            if isinstance(output, Tensor)
-            else ", such as `lambda output, y: loss(output.logits, y)`"
-        )
+        part = ", such as `lambda output, y: loss(output.logits, y)`"
+        if isinstance(output, Tensor):
+            part = ""
         raise ModelError(
             f"{about}: {error}; change the last layer, the targets or the loss{part}"
         ) from error

@@ -174,11 +174,9 @@ class StackedSums:
         """
         if layout is None:
             layout = self._layout(weights, own) if asked is None else self._kept_layout(asked)
-        shares = (
-            layout.shares
-            if asked is None
-            else [self._shares(each, weights) for each in layout.passes]
-        )
+        shares = layout.shares
+        if asked is not None:
+            shares = [self._shares(each, weights) for each in layout.passes]
         shape, large = (len(layout.weights), self.like.numel()), self.copies.one_by_one
         # of a large model gradients are in memory that was used so before
         out = self._memory.empty(shape, self.like) if large else self.like.new_empty(shape)

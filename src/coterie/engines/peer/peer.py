@@ -164,11 +164,9 @@ class Peer:
         left, private = self.left, self._private
         if private is not None and _is_count(batch_size) and _is_count(gradients):
             refused = private.why_not_of(batch_size) is not None
-            left = (
-                0
-                if refused
-                else self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED))
-            )
+            left = 0
+            if not refused:
+                left = self._spending.left(private.event(batch_size), min(gradients, MOST_PLANNED))
         terms: dict[str, Any] = {
             "willing": left is None or left > 0,
             "left": left,

@@ -338,12 +338,7 @@ class _Member:
     """A peer of user 0, which asks nobody but passes sums on."""
 
     def __init__(
-        self,
-        others: Processes,
-        peer: Peer,
-        sums: SumsOnly | None,
-        *,
-        masked_only: bool,
+        self, others: Processes, peer: Peer, sums: SumsOnly | None, *, masked_only: bool
     ) -> None:
         self.others, self.peer, self.lead, self.given = others, peer, others.of_rank(0), 0
         # in a masked run a peer that gives plain gradients too takes part by the sums it allows

@@ -142,10 +142,7 @@ class Remote:
         told = self._examples
         if self._sums is not None:
             return Capabilities(
-                rows=False,
-                batch_size=self.batch_size,
-                examples=told,
-                no_e_steps=self._no_e_steps,
+                rows=False, batch_size=self.batch_size, examples=told, no_e_steps=self._no_e_steps
             )
         return Capabilities(
             rows_at_hand=True,

@@ -87,9 +87,8 @@ def answer_message(
     if reply.gradients is None:
         return {"refused": reply.refused}
     gradients, asked_as, rounding = reply.gradients, decoded(request["points"]), 0.0
-    if (
-        asked_as is not None and share is None and "e_step" not in request
-    ):  # in half precision a share of noise could be rounded away
+    # in half precision a share of noise could be rounded away
+    if asked_as is not None and share is None and "e_step" not in request:
         exact = gradients
         gradients = peer.rounded(exact, asked_as.dtype, caller)
         rounding = relative_error(exact, gradients)
@@ -147,11 +146,9 @@ def read_part(name: str, reply: Any, step: int, round_: int, size: int) -> Words
     reasons = [reason for reason, is_so in wrong.items() if is_so]
     if reasons or not isinstance(part, np.ndarray):
         return reasons[0]
-    return (
-        part
-        if part.shape == (size + N_CHECKS,)
-        else f"shape {part.shape} instead of {(size + N_CHECKS,)}"
-    )
+    if part.shape == (size + N_CHECKS,):
+        return part
+    return f"shape {part.shape} instead of {(size + N_CHECKS,)}"
 
 
 def _is_other(number: Any, expected: int) -> bool:

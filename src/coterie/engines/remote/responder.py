@@ -111,10 +111,8 @@ class Responder:
         """
         fields = request if isinstance(request, dict) else {}
         try:
-            context, masks = (
-                digest_of(request),
-                self.member.next_round(fields.get("round"), fields.get("work")),
-            )
+            context = digest_of(request)
+            masks = self.member.next_round(fields.get("round"), fields.get("work"))
             share, e_step = masks.agreement.share_of(masks.site), fields.get("e_step") or {}
             told = set(str(e_step.get("told", "")).split())
             if self.only_sums and not self.sums.posteriors and not told <= SUMS_OF_ROWS:
