@@ -75,7 +75,8 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         page = run.report(tmp_path / "report.html")
         text, source = text_of(page), page.read_text(encoding="utf-8")
         assert "<svg" in source
-        assert ("Hessian gap δ_k" in text) == (not isinstance(rule, coterie.Alone))
+        # constants are for knobs, and adaptive averaging has none
+        assert ("Hessian gap δ_k" in text) == isinstance(rule, coterie.WeightedAveraging)
         compared = run.record.end.comparison is not None
         assert ("Leaderboard" in text) == (compared or isinstance(rule, coterie.AdaptiveAveraging))
         for line in run.summary().splitlines():
