@@ -30,8 +30,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "rules/formula.py": "tests/rules/test_formula_rule.py tests/rules/test_reference.py tests/rules/test_rules.py",
-    "rules/bias_correction.py": "tests/rules/test_formula_rule.py tests/rules/test_reference.py tests/rules/test_rules.py",
+    "rules/formula.py": "tests/rules/test_formula_rule.py tests/rules/test_reference.py",
+    "rules/bias_correction.py": "tests/rules/test_formula_rule.py tests/rules/test_reference.py",
     "gradients/norm_bound.py": "tests/gradients/test_norm_bound.py",
     "mixture/mixing.py": "tests/mixture/test_mixing.py",
     "mixture/posterior.py": "tests/mixture/test_posterior.py",
