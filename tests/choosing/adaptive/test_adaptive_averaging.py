@@ -336,5 +336,5 @@ def test_of_many_own_rows_a_sample_judges(monkeypatch: pytest.MonkeyPatch) -> No
     whole = adaptive(me, peers, AdaptiveAveraging())
     monkeypatch.setattr("coterie.mixture.candidates.JUDGING", 30)
     run = adaptive(me, peers, AdaptiveAveraging())
-    assert [np.shape(each.out_of_fold) for each in (run, whole)] == [(30,), (90,)]
+    assert [np.asarray(each.out_of_fold).shape for each in (run, whole)] == [(30,), (90,)]
     assert distance(run) < 0.5  # all own rows are trained on
