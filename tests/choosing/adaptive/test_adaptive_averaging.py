@@ -156,7 +156,7 @@ def test_the_account_is_complete_and_plain() -> None:
     assert list(told["weights"]) == [peer.name for peer in peers]
     np.testing.assert_allclose(kappa.sum(0), 1)
     assert told["steps"] == list(range(0, 30, 2))
-    assert told["cost"] == {"runs": 3.0, "rows": 15 * 4, "messages": 0, "bytes": 0}
+    assert told["cost"] == {"runs": 3.0, "rows": 15 * 4, "exchanges": 0, "messages": 0, "bytes": 0}
     assert set(told["leaderboard"]) == {
         *("served", "constant", "alone", "branch", "branch from pooled", "pooled")
     }

@@ -91,7 +91,7 @@ class AdaptiveAveraging(Algorithm):
         ...     coterie.User("contrary", inputs[50:], -targets[50:]),
         ... ]
         >>> run = coterie.train(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, me, peers, steps=60, lr=0.1)
-        >>> run.record.end.account["tau"]["alike"] > 0.9
+        >>> run.record.end.account["weights"]["alike"][-1] > 0.9
         True
     """
 

@@ -134,7 +134,8 @@ class HeldOutEvaluations:
     def _forget(self) -> None:
         """Serve the best point, and forget those that will not be served.
 
-        Losses of a point do not change, so that a share of its half of the mixture only falls.
+        Losses of a point do not change, so that its share of its half of the mixture, and of its
+        kind, only falls. A kind by itself is served where its loss on the test set is told.
         """
         weights = {kind: each for kind, each in self.weights().items() if len(each)}
         if not weights:
@@ -143,10 +144,13 @@ class HeldOutEvaluations:
         point = self.paths[best].points[int(weights[best].argmax())]
         if point is not None:
             self.points.serve(point)
-        for alone in (True, False):
-            half = {kind: each for kind, each in weights.items() if (kind == "alone") is alone}
-            least = LEAST * max((float(each.max()) for each in half.values()), default=0.0)
-            for kind, each in half.items():
+        groups = [[kind] for kind in weights]
+        if self.spec.me.test is None:
+            groups = [["alone"], [kind for kind in weights if kind != "alone"]]
+        for group in groups:
+            shares = {kind: weights[kind] for kind in group if kind in weights}
+            least = LEAST * max((float(each.max()) for each in shares.values()), default=0.0)
+            for kind, each in shares.items():
                 path = self.paths[kind]
                 path.points = [
                     None if weight < least and not self._is_linear else kept
