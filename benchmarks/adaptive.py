@@ -1,7 +1,7 @@
 """Adaptive averaging beside training alone and fixed weights, at one step size and without validation examples.
 
-    python benchmarks/adaptive.py [--data DIR] [--sets digits] [--models linear,mlp] [--users 8]
-    [--jobs 1]
+    python benchmarks/adaptive.py [--data DIR] [--sets digits] [--models linear,mlp]
+        [--users 8] [--jobs 1]
 
 Users of a set are user 0 in turn, with few examples to learn from and the rest of theirs for the
 test; the others are peers with all of theirs. All methods take the same steps of Adam, and the last

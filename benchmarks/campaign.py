@@ -1,7 +1,7 @@
 """The campaign: attackers, kills, faults, damaged files, nonsense and bad input, all counted in one table.
 
-    python benchmarks/campaign.py --out campaign --jobs 16              # everything: hours on one
-    core python benchmarks/campaign.py --out campaign --parts attacks,faults --quick
+    python benchmarks/campaign.py --out campaign --jobs 16       # everything: many hours on one core
+    python benchmarks/campaign.py --out campaign --parts attacks,faults --quick
 
 Results are saved as they come in OUT/results.jsonl: the same command goes on where it was stopped.
 OUT/table.md is the table of docs/reliability.md. What counts as bad is told in each row; the aim is

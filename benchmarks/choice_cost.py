@@ -1,7 +1,7 @@
 """Adaptive averaging, choice and training together, over `WeightedAveraging` of the same steps, in one run.
 
     python benchmarks/choice_cost.py [--device cuda] [--models digits,mlp,cnn] [--steps 1000]
-    [--rounds 3] [--json]
+        [--rounds 3] [--json]
 
 *digits*: softmax regression on scikit-learn's digits, 13 peers; *mlp* (159,010 parameters) and
 *cnn* (1,663,370): 10 peers, random images, 128 examples a user, batches of 32. One thread on a CPU.

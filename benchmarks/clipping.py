@@ -6,8 +6,8 @@ and its random sample. Then what a peer takes to answer: plainly, with a log of 
 privately, where each line of the log is on the disk before anything is computed. The log lies in
 the folder for temporary files, or in `--log`.
 
-    python benchmarks/clipping.py [--device cuda] [--threads 1] [--batch 32] [--seconds 20] [--log
-    FOLDER]
+    python benchmarks/clipping.py [--device cuda] [--threads 1] [--batch 32] [--seconds 20]
+        [--log FOLDER]
 """
 
 from __future__ import annotations

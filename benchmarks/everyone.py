@@ -5,8 +5,8 @@ with the examples that the benchmark gives user 0. Both sides do all that `train
 guard, measured constants, evaluations, test. CPU time, so that other work on the machine counts
 less. `train_everyone` also trains the pooled model, which is in its time.
 
-    python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64] [--steps
-    1000] [--json]
+    python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64]
+        [--steps 1000] [--json]
 
 With `--rounding` the single runs are trained a second time, from parameters that are the next
 numbers above: so far apart are two runs that differ by one rounding.

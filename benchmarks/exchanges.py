@@ -1,9 +1,8 @@
 """Fewer exchanges: what they cost in accuracy on real users, and what they save in time where messages are slow.
 
     python benchmarks/exchanges.py [--data DIR] [--sets digits,mnist] [--users 8] [--jobs 16]
-    python benchmarks/exchanges.py --latency          # over NVFLARE on this machine; see
-    `exchanges_flare.py` python benchmarks/exchanges.py --short            # half a minute: two
-    users of digits, few settings
+    python benchmarks/exchanges.py --latency    # over NVFLARE on this machine: `exchanges_flare.py`
+    python benchmarks/exchanges.py --short      # half a minute: two users of digits, few settings
 
 *Accuracy.* Users of a set are user 0 in turn, with the examples and peers of `coterie bench`,
 honest. All runs take the same number of own gradients, by plain SGD; the best model by validation

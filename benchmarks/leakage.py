@@ -1,8 +1,7 @@
 """What user 0 can learn of a peer's examples from what it sees: inputs reconstructed, members found.
 
     python benchmarks/leakage.py --data DIR --out leakage [--jobs 2] [--images 32]   # minutes
-    python benchmarks/leakage.py --quick                                             # digits alone,
-    seconds
+    python benchmarks/leakage.py --quick                               # digits alone, seconds
 
 User 0 sees the gradient of one peer (*row*), the sum over several (*sum of 3*, *sum of 10*), or
 that of a private peer that spends all of its ε on what is attacked here, which is the most that

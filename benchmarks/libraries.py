@@ -1,7 +1,7 @@
 """The same rounds through `coterie` and through public libraries for federated learning, on one CPU thread.
 
     python benchmarks/libraries.py [--regimes paper,fedavg] [--libraries pfl,flower] [--turns 5]
-    [--json]
+        [--json]
 
 Eleven users, user 0 and 10 peers, with 20 examples each; a network 784-100-10; plain gradient
 steps. Two regimes:
@@ -12,10 +12,8 @@ steps. Two regimes:
   models is the next.
 
 Every gradient is over all of a user's examples, so that there is no order of batches in which
-libraries could
-differ: after `CHECKED` rounds all must have the same parameters but for rounding, or the benchmark
-    fails.
-`coterie` is called as its users do, by `coterie.train`, with `WeightedAveraging` and
+libraries could differ: after `CHECKED` rounds all must have the same parameters but for rounding,
+or the benchmark fails. `coterie` is called as its users do, by `coterie.train`, with `WeightedAveraging` and
 `methods.FedAvg`. The other libraries are used as their own guides do: `pfl` (Apple's pfl-research)
 with its simulated backend in one process, tensors as data, no metrics printed; Flower by
 `run_simulation` on Ray with one actor of one CPU that keeps its model and data.

@@ -1,7 +1,7 @@
 """Linear models in closed form, beside what a user of scikit-learn would type.
 
-    python benchmarks/mixture.py --data DIR [--users 8] [--seeds 1] [--sets heart,school] [--parts
-    planted,heart]
+    python benchmarks/mixture.py --data DIR [--users 8] [--seeds 1] [--sets heart,school]
+        [--parts planted,heart]
 
 *sets*: the users of `coterie bench` in its four conditions; all methods have the own and the
 validation examples to learn from. Scores are accuracy, or −RMSE in standard deviations of all

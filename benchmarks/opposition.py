@@ -1,7 +1,7 @@
 """How often peers are left out because they keep pointing against user 0 and most of the others: nobody attacks.
 
-    python benchmarks/opposition.py [--data DIR] [--sets digits,wisdm,school,heart,vowels] [--users
-    4]
+    python benchmarks/opposition.py [--data DIR] [--sets digits,wisdm,school,heart,vowels]
+        [--users 4]
 
 Users of a set are user 0 in turn, in the conditions of `coterie bench`, with
 `WeightedAveraging(0.5)` and each gradient at hand, as over NVFLARE; to have that in one process the

@@ -1,8 +1,7 @@
 """Accuracy against ε: adaptive averaging with private peers beside training alone.
 
     python benchmarks/privacy_accuracy.py [--data DIR] [--sets digits,wisdm] [--users 8] [--jobs 16]
-    python benchmarks/privacy_accuracy.py --short           # half a minute: two users of digits,
-    few ε
+    python benchmarks/privacy_accuracy.py --short    # half a minute: two users of digits, few ε
 
 Users of a set are user 0 in turn, with the examples and peers of `coterie bench`, and a linear
 model. Every peer promises (ε, δ) for each of its examples, and its noise is the least with which ε

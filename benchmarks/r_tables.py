@@ -1,7 +1,7 @@
 """Twenty tables with users that are not in the benchmark: does what is measured there hold elsewhere?
 
-    coterie --import benchmarks/r_tables.py bench --data DIR --sets r-exam,r-storms --users 4 --out
-    bench
+    coterie --import benchmarks/r_tables.py bench --data DIR --sets r-exam,r-storms --users 4
+        --out bench
 
 They are of the collection Rdatasets, and are registered as sets r-hpc, r-rats and so on. Each has a
 column that says whose row it is: a school, a state, an industry, a town, a year. They are read from

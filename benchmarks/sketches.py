@@ -1,7 +1,7 @@
 """How near the weights found from sketches come to those found from gradients.
 
-    python benchmarks/sketches.py [--data DIR] [--sets digits,wisdm,mnist] [--sizes 256,1024,half]
-    [--users 8]
+    python benchmarks/sketches.py [--data DIR] [--sets digits,wisdm,mnist]
+        [--sizes 256,1024,half] [--users 8]
 
 Users of a set are user 0 in turn. Adaptive averaging goes through the first half of its steps in
 process, once with every peer's gradient, and once for each size with sums and sketches, as peers

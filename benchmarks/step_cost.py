@@ -7,9 +7,9 @@ batches, the passes, the rule, the update): by the average path, as `WeightedAve
 plain loop over users. On a GPU the floor and ours are captured as CUDA graphs, as `train` does by
 default, and the floor and averaging are also measured without.
 
-    python benchmarks/step_cost.py [--device cuda] [--threads 1] [--models mlp,cnn,resnet] [--peers
-    10 50] [--json] python benchmarks/step_cost.py --device cuda --models cnn,resnet
-    --forward-options
+    python benchmarks/step_cost.py [--device cuda] [--threads 1] [--models mlp,cnn,resnet]
+        [--peers 10 50] [--json]
+    python benchmarks/step_cost.py --device cuda --models cnn,resnet --forward-options
 
 `--forward-options` compares averaging in full precision with `ForwardOptions`: bfloat16, channels
 last, compiled. On a GPU memory is measured too: the peak of each side on its own, the users'

@@ -14,7 +14,7 @@ from tests.test_extending import REGISTRIES
 FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.md"))
 SHORTER = {
-    "10_a_table_for_a_paper": {"steps=60": "steps=2"},
+    "10_a_table_for_a_paper": {"--steps 15": "--steps 2"},
     "04_hugging_face_and_lora": {"range(150)": "range(3)", '"steps": 40': '"steps": 4'},
 }
 """What is run here in a shorter form, since as it stands it trains a language model, or many runs."""
@@ -42,7 +42,7 @@ def test_cells_run(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as a notebook sets it; undone at the end
     monkeypatch.chdir(notebook.parent)
     found = cells(text)
-    assert len(found) > 3
+    assert len(found) >= 3
     names = {"__name__": "__main__"}
     mpl.use("Agg")
     try:

@@ -50,16 +50,18 @@ def test_attacks_by_name_are_conditions_with_as_many_attackers_as_are_asked_for(
     """Each on the same data: alone does the same, and pooled is drawn away."""
     words = ["bench", "--out", str(tmp_path), "--sets", "digits", "--users", "1", "--steps", "8"]
     words += ["--conditions", "honest", "--methods", "pooled,fedavg", "--jobs", "1"]
-    result = CliRunner().invoke(app, [*words, "--attack", "scaled", "--attackers", "4"])
+    result = CliRunner().invoke(app, [*words, "--attack", "sign-flip", "--attackers", "12"])
     assert result.exit_code == 0, result.output
     found = pd.read_parquet(tmp_path / "results.parquet").to_dict("records")
     score = {(one["condition"], one["method"]): one["score"] for one in found}
-    assert {method for condition, method in score if condition == "scaled-4"} == {
+    assert {method for condition, method in score if condition == "sign-flip-12"} == {
         *("alone", "sklearn-alone", "pooled")
     }, "who asks for more than gradients cannot be attacked by them"
-    assert score["honest", "alone"] == score["scaled-4", "alone"]
-    assert score["honest", "pooled"] > score["scaled-4", "pooled"]
-    assert (tmp_path / "tables" / "scaled-4.tex").exists()
+    assert score["honest", "alone"] == score["sign-flip-12", "alone"]
+    assert score["honest", "pooled"] > score["sign-flip-12", "pooled"]
+    assert (tmp_path / "tables" / "sign-flip-12.tex").exists()
+    page = (tmp_path / "index.html").read_text()
+    assert "12 of the peers send what the attack <code>sign-flip</code> tells them to." in page
     for wrong, said in (
         (["--attack", "scald"], "did you mean 'scaled'?"),
         (["--attack", "scaled", "--attackers", "40"], "13 peers, of whom not 40 can attack"),

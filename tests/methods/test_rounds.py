@@ -91,7 +91,7 @@ def test_batches_of_a_method_are_those_of_the_users() -> None:
     """One round of one local step is user k's gradient on the batch of step 0."""
     run = PROBLEM.train(methods.FedAvg(1, "equal"), rounds=1, lr=1.0, batch_size=4)
     rows = [PROBLEM.gradient(k, START, step=0, batch_size=4) for k in range(N)]
-    assert torch.allclose(weights_of(run), -torch.stack(rows).mean(0), atol=1e-12)
+    assert torch.allclose(weights_of(run), -torch.stack(rows).mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_scheduler_changes_the_step_size_from_round_to_round() -> None:
     run, x = PROBLEM.train(methods.FedAvg(2, "equal"), rounds=3, lr=0.2, scheduler=half), START
     for lr in (0.2, 0.1, 0.05):
         x = torch.stack([PROBLEM.walk(k, x, 2, lr) for k in range(N)]).mean(0)
-    assert torch.allclose(weights_of(run), x, atol=1e-12)
+    assert torch.allclose(weights_of(run), x, rtol=0, atol=1e-12)
 
 
 def test_rules_count_what_they_cost_too() -> None:

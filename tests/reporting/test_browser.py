@@ -74,6 +74,10 @@ class Shown:
         root = "document.documentElement"
         return int(self.page.evaluate(f"{root}.scrollWidth - {root}.clientWidth"))
 
+    def tables_cut_off(self) -> int:
+        wider = "(all) => all.filter(one => one.scrollWidth > one.clientWidth).length"
+        return int(self.page.locator(".scroll").evaluate_all(wider))
+
     def texts(self, selector: str) -> list[str]:
         return [" ".join(text.split()) for text in self.page.locator(selector).all_inner_texts()]
 
@@ -124,6 +128,7 @@ def test_the_first_screen_is_the_record_and_details_fold(
     assert inside.is_visible()
     shown.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     assert shown.width_too_much() == 0
+    assert not shown.tables_cut_off()
     shown.close()
 
 

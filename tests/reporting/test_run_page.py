@@ -19,8 +19,8 @@ import coterie
 from coterie.recording import End, Point, Record, UserSummary
 from coterie.recording.result import Comparison, Difference
 from coterie.reporting.page import Section, write_page
-from coterie.reporting.run_page import write_run_page
-from coterie.reporting.verdict import difference
+from coterie.reporting.run_page import interval, write_run_page
+from coterie.reporting.verdict import ADVICE, DOUBT, HEADLINES, difference, judged
 from coterie.reporting.whom import peer_shares
 from coterie.theory.estimates import Estimates, Measured, PeerEstimates
 
@@ -67,6 +67,30 @@ def test_the_first_screen_says_in_three_sentences_what_was_found_and_what_to_do(
     assert "chance" not in " ".join(text[:4])
 
 
+def test_the_three_sentences_are_written_down() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "training.md").read_text(encoding="utf-8")
+    for finding, headline in HEADLINES.items():
+        assert f"| *{headline}.* | {ADVICE[finding]} |" in text
+    assert f"*{DOUBT}*" in text
+
+
+@pytest.mark.parametrize("splits", [0, 1])
+def test_a_line_leaves_out_the_mark_exactly_where_the_verdict_is_clear(splits: int) -> None:
+    seen = set()
+    for n in (3, 6, 10, 200):
+        for errors in (0.5, 1.9, 2.1, 2.5, 4.0, 12.0):
+            one = Difference(ours=1.0 - 0.1 * errors, alone=1.0, error=0.1, less_is_better=True)
+            compared = Comparison(
+                on="rows", examples=n, measures={"loss": one}, splits=n if splits else 0
+            )
+            line = interval("loss", one, None, compared)
+            assert line.reach is not None
+            clear = not line.reach[0] <= 0 <= line.reach[1]
+            assert clear == (judged("Geneva", compared).finding != "unclear")
+            seen.add(clear)
+    assert len(seen) == 2
+
+
 def test_the_page_of_a_run(tmp_path: Path) -> None:
     users = users_with_validation()
     model = nn.Linear(20, 1).double()
@@ -75,7 +99,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         page = run.report(tmp_path / "report.html")
         text, source = text_of(page), page.read_text(encoding="utf-8")
         assert "<svg" in source
-        assert ("Hessian gap δ_k" in text) == (not isinstance(rule, coterie.Alone))
+        assert ("Hessian gap δ_k" in text) == isinstance(rule, coterie.WeightedAveraging)
         compared = run.record.end.comparison is not None
         assert ("Leaderboard" in text) == (compared or isinstance(rule, coterie.AdaptiveAveraging))
         for line in run.summary().splitlines():

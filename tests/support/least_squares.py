@@ -119,7 +119,7 @@ def pull(curvatures: Tensor, local_steps: int, lr: float) -> Tensor:
 def same_models(run: coterie.Run, rows: list[Tensor]) -> bool:
     """Say whether every user's last model is its row, and `run.model` the first."""
     models = last_of(run)
-    return torch.allclose(models, torch.stack(rows), atol=1e-12) and torch.equal(
+    return torch.allclose(models, torch.stack(rows), rtol=0, atol=1e-12) and torch.equal(
         models[0], weights_of(run)
     )
 

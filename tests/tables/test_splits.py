@@ -178,6 +178,9 @@ def test_repeats_on_the_command_line(tmp_path: Path, rule: str) -> None:
     end = Record.load(tmp_path / "run" / "record.jsonl").end
     assert end.verdict in " ".join(result.output.split())
     assert "3 random splits" in end.verdict
+    page = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
+    assert "The model served, that of the first split, on" in page
+    assert f"{end.seconds:.3g} s" in page
     others = [
         Record.load(path / "record.jsonl").end
         for path in sorted((tmp_path / "run" / "splits").iterdir())

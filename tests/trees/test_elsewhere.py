@@ -142,8 +142,7 @@ LIES: dict[str, tuple[Callable[[Array], Any], str]] = {
     "curvature": (lambda sums: sums * [1, -1, 1], "negative curvature"),
     "rows": (lambda sums: sums * [0, 0, -1], "negative number of rows"),
     "huge": (lambda sums: sums * 1e6, "more rows than a peer says"),
-    # of each row more than the most that counts, which is half of the unit it is sent in
-    "slopes": (lambda sums: sums[..., 2:] * [1.25, 0, 1] + sums * [0, 1, 0], "so few rows"),
+    "slopes": (lambda sums: sums * [3, 1, 1], "so few rows"),
     "children": (lambda sums: sums * (1 if sums.shape[2] == 1 else 3), "more rows than its root"),
 }
 

@@ -139,6 +139,11 @@ class GradientAttack:
             raise KnobError(f"{me} has {len(peers)} peers, of whom not {n} can attack")
         return people, _some(peers, n, rng)
 
+    def __str__(self) -> str:
+        who = "half" if self.attackers is None else self.attackers
+        does = f"send what the attack `{self.attack}` tells them to"
+        return f"Leave the data as it is; {who} of the peers {does}."
+
 
 def condition_of(name: str) -> Condition:
     """Return a condition by its name, which is one of `CONDITIONS` or an attack.

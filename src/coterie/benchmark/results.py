@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.benchmark.cells import Store
 from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
-from coterie.benchmark.population import condition_of
+from coterie.benchmark.population import GradientAttack, condition_of
 from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.totals import (
     ALONE,
@@ -253,7 +253,8 @@ def _write_page(
     ]
     for condition, part in means.groupby("condition", sort=False):
         rows = [{k: v for k, v in row.items() if k != "condition"} for row in _by_place(part)]
-        done = [inspect.getdoc(condition_of(str(condition))) or ""]
+        made = condition_of(str(condition))
+        done = [str(made) if isinstance(made, GradientAttack) else inspect.getdoc(made) or ""]
         sections.append(Section(f"Condition: {condition}", done, [rows], _figures(part)))
     seconds = "Seconds are of CPU time, of all settings tried."
     sections.append(Section("Everything", [seconds], [_everything(means)]))

@@ -99,11 +99,11 @@ def environment() -> "Environment":
 
 
 def _kinds(table: Sequence[Mapping[str, object]]) -> dict[str, str]:
-    """Return of each column whether it has words, which stand to the left, or numbers with errors."""
+    """Return of each column whether most are words, which stand to the left, or numbers with errors."""
     kinds = {}
     for name in table[0]:
         cells = [text for row in table if (text := str(row[name]))]
-        words = bool(cells) and all(cell[0].isalpha() for cell in cells)
+        words = bool(cells) and 2 * sum(cell[0].isalpha() for cell in cells) > len(cells)
         kinds[name] = "words" if words else "error" if any("±" in cell for cell in cells) else ""
     return kinds
 

@@ -58,8 +58,8 @@ def write_plan_page(
     ]
     rows = {name: numbers(choice) for name, choice in choices.items()}
     picture = (
-        "The speedup of averaging, for m = 0 and peers as noisy as user 0; the mark is this"
-        " problem."
+        "The speedup of averaging in the long run, for m = 0 and peers as noisy as user 0; the mark"
+        " is this problem. The speedup above is that of the whole bound, the start included."
     )
     found = drawn("looked_up", columns=["method", *COLUMNS.values()])
     sections = [

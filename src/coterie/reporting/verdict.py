@@ -42,7 +42,10 @@ ADVICE: dict[Finding, str] = {
     "constant": "Do not use it: more rows, or columns that say more of the target, come first.",
 }
 """What to do about a verdict, in one sentence."""
-DOUBT = "Do not rely on it yet: more rows, or columns that say more of the target, come first."
+DOUBT = (
+    "Do not rely on it yet, it may be no better than a constant: more rows, or columns that say"
+    " more of the target, come first."
+)
 """What to do where it is not clear that the model is better than a constant."""
 
 
@@ -81,8 +84,8 @@ def verdict(configuration: Configuration, end: End) -> Verdict:
     if "high" not in line or line["high"] < 0:
         return found
     doubt = (
-        " Nor is it clear that it is better than a constant: on own examples that were held out in"
-        f" turn, loss {line['difference']:+.2g}, by 95 % between {line['low']:+.2g} and"
+        " It is not clear whether it is better than a constant: on own examples that were held out"
+        f" in turn, loss {line['difference']:+.2g}, by 95 % between {line['low']:+.2g} and"
         f" {line['high']:+.2g}."
     )
     return replace(found, sentence=found.sentence + doubt, doubtful=True)

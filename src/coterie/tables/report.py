@@ -424,9 +424,11 @@ def write_report(
         return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     judged = quality(run.model, alone, preparation, target, test_rows, shares=shares)
+    comparison = run.record.end.comparison
+    splits = comparison is not None and bool(comparison.splits)
     files.write_json(folder / FILE, judged.to_plain())
     sections = [
-        _predictions(judged, preparation, target, shown_above=run.test),
+        _predictions(judged, preparation, target, shown_above=run.test, splits=splits),
         _effects(judged, target),
         *more,
     ]
@@ -445,14 +447,19 @@ def contributed(contributions: Mapping[str, Contribution], folder: Path) -> Sect
 
 
 def _predictions(
-    judged: Quality, preparation: Preparation, target: str, shown_above: Container[str]
+    judged: Quality,
+    preparation: Preparation,
+    target: str,
+    shown_above: Container[str],
+    splits: bool,
 ) -> Section:
     """Return how good the predictions are, in numbers and in pictures.
 
-    What the page has told is left out.
+    What the page has told is left out. Of several splits it is the first that they are of.
     """
     classes = preparation.kind == "classification"
-    text = [f"The model served, on {judged.rows} test rows that chose nothing."]
+    which = ", that of the first split," if splits else ""
+    text = [f"The model served{which} on {judged.rows} test rows that chose nothing."]
     if classes:
         text.append(
             "Sensitivity: the share of a class's rows that is predicted to be of it. Specificity:"

@@ -32,9 +32,9 @@ def fedavg_point(shares: Tensor, local_steps: int, lr: float) -> Tensor:
 def test_fedavg_ends_at_its_biased_point(local_steps: int, shares: str) -> None:
     models = EXACT.play(FedAvg(local_steps, shares), rounds=400, lr=0.1)  # type: ignore[arg-type]
     expected = fedavg_point(SHARES if shares == "examples" else EQUAL, local_steps, 0.1)
-    assert torch.allclose(models[0], expected, atol=1e-9)
+    assert torch.allclose(models[0], expected, rtol=0, atol=1e-9)
     minimiser = PROBLEM.minimiser(SHARES if shares == "examples" else EQUAL)
-    assert torch.allclose(expected, minimiser, atol=1e-9) == (local_steps == 1)
+    assert torch.allclose(expected, minimiser, rtol=0, atol=1e-9) == (local_steps == 1)
 
 
 def test_fedavg_pools_the_moves() -> None:
@@ -46,7 +46,7 @@ def test_fedavg_pools_the_moves() -> None:
         moves = [(PROBLEM.walk(k, x, 3, 0.1) - x).tolist() for k in range(N)]
         x = x + torch.from_numpy(np.median(moves, axis=0))
     run = PROBLEM.train(FedAvg(3, aggregator=median), rounds=2, lr=0.1)
-    assert torch.allclose(weights_of(run), x, atol=1e-12)
+    assert torch.allclose(weights_of(run), x, rtol=0, atol=1e-12)
     mean = PROBLEM.train(FedAvg(3, aggregator=lambda rows: rows.mean(0)), rounds=2, lr=0.1)
     assert torch.allclose(
         weights_of(mean), weights_of(PROBLEM.train(FedAvg(3, "equal"), rounds=2, lr=0.1))
