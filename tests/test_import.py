@@ -66,6 +66,31 @@ def test_what_the_help_says_of_a_command_is_what_the_command_says_first() -> Non
         assert (_command(name).help or "").partition("\n\n")[0].strip() == words, name
 
 
+def test_completion_is_installed_and_completes_commands_and_options(tmp_path: Path) -> None:
+    source = str(Path(coterie.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source, "HOME": str(tmp_path), "COMP_CWORD": "1"}
+
+    def said(*words: str, **more: str) -> list[str]:
+        code = "from coterie.cli import app; app(prog_name='coterie')"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment | more,
+        )
+        return done.stdout.split()
+
+    said("--install-completion", "bash")
+    assert "_COTERIE_COMPLETE=complete_bash" in (
+        tmp_path / ".bash_completions" / "coterie.sh"
+    ).read_text(encoding="utf-8")
+    completing = {"_COTERIE_COMPLETE": "complete_bash"}
+    assert said(**completing, COMP_WORDS="coterie tr") == ["train"]
+    words = "coterie train --na"
+    assert said(**completing, COMP_WORDS=words, COMP_CWORD="2") == ["--na-values"]
+
+
 def test_training_waits_for_no_package_of_which_it_needs_one_function() -> None:
     shown = "print([name for name in ('scipy.stats', 'torch._dynamo') if name in sys.modules])"
     code = f"import sys, coterie; coterie.train; {shown}"

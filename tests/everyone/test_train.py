@@ -53,7 +53,7 @@ def test_the_mean_and_the_worst_off_are_those_of_the_runs() -> None:
         comparison = run.record.end.comparison
         alone[name] = served[name] if comparison is None else comparison.measures["loss"].alone
     worst = max(served, key=lambda name: served[name])
-    assert f"the worst-off is {worst} with {served[worst]:.4g}" in text
+    assert f"the worst is {served[worst]:.4g} ({worst})" in text
     mean = sum(served[name] - alone[name] for name in served) / len(served)
     assert next(one for one in runs.overall if one.measure == "loss").mean == pytest.approx(mean)
 

@@ -370,14 +370,17 @@ def lead_of(**training: Any) -> LeadSettings:
 @pytest.mark.parametrize(
     ("training", "said"),
     [
-        ({"rule": "wga", "steps": 51}, "a gives 50 more gradients, and this run may ask for 51"),
-        ({"steps": 18}, "a gives 50 more gradients, and this run may ask for 54"),
+        (
+            {"rule": "wga", "steps": 270},
+            "a gives 269 more gradients, and this run may ask for 270",
+        ),
+        ({"steps": 18}, "a gives 269 more gradients, and this run may ask for 273"),
         (
             {"rule": "wga", "steps": 10, "batch_size": 8},
             "a gives no gradient of fewer than 10 rows.* is 8",
         ),
         ({"rule": "wga", "steps": 50, "batch_size": 10}, None),
-        ({"steps": 16}, None),  # at five points in the first half, at one in the second
+        ({"steps": 16}, None),  # at five points in the first half, at one in the second; and 219
     ],
     ids=str,
 )
@@ -387,7 +390,7 @@ def test_a_run_beyond_a_sites_caps_is_refused_before_it_begins(
     """`b` is not there, and is not asked; whoever lies about its terms is named, and can be left out."""
     user = coterie.User("a", torch.ones(20, 2), torch.ones(20, 1))
     passes = Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
-    sites = LocalSites({"a": Peer(user, passes, Caps(gradients=50, examples=10))})
+    sites = LocalSites({"a": Peer(user, passes, Caps(gradients=269, examples=10))})
     if said is None:
         check_plan(lead_of(**training), sites)
     else:

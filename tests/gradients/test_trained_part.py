@@ -49,7 +49,9 @@ def some_users() -> list[coterie.User]:
     ]
 
 
-@pytest.mark.parametrize("rule", [coterie.WeightedAveraging(0.5), None])
+@pytest.mark.parametrize(
+    "rule", [coterie.WeightedAveraging(0.5), coterie.AdaptiveAveraging(linear=False)]
+)
 @pytest.mark.parametrize("guard", ["off", "held-out"])
 def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path) -> None:
     me, *peers = some_users()
@@ -65,7 +67,7 @@ def test_a_run_holds_the_frozen_part_once(rule: Any, guard: Any, tmp_path: Path)
     largest = max(path.stat().st_size for path in (tmp_path / "checkpoints").iterdir())
     assert largest < FROZEN / 4  # candidates are in it, of a few numbers each
     # adaptive averaging divides its steps, and goes on with as many only
-    steps = 20 if rule is None else 30
+    steps = 20 if isinstance(rule, coterie.AdaptiveAveraging) else 30
     again = coterie.train(
         model,
         mse_loss,

@@ -16,11 +16,11 @@ from coterie.mixture.candidates import (
     paths,
 )
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import Fitted, asks_here, driven, fit_here
+from coterie.mixture.fit import Fitted, asks_here, driven, fit_here, linear_candidates
 from coterie.mixture.mixing import halves, mixed, weights_of
 from coterie.mixture.posterior import Priors, Rows
 from coterie.mixture.prior import find_priors
-from coterie.mixture.scaling import Scaling
+from coterie.mixture.scaling import ManyRows, Scaling
 
 
 def regression(
@@ -215,3 +215,32 @@ def test_many_own_rows_are_fitted_as_few() -> None:
     flat = {"alone": Priors(np.zeros((5, 1, 1)), flat_prior(5, 1, intercept=True), np.ones(1))}
     first, second = (paths(own, SQUARED, flat, scaling)[0] for own in (whole, again))
     np.testing.assert_allclose(first.outputs, second.outputs, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("family", [SQUARED, SOFTMAX])
+def test_many_rows_that_are_scaled_in_pieces_give_the_same_model(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 100 of 300 rows, in single precision, one of them not finite."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(2.0, 3.0, (300, 3)).astype(np.float32)
+    inputs[7, 1] = np.inf
+    outputs = inputs[:, :1] + random.normal(size=(300, 1))
+    targets = outputs if family is SQUARED else np.eye(2)[(outputs[:, 0] > 2).astype(int)]
+    whole = Scaling.of(inputs.astype(np.float64), targets, family, intercept=True)
+    monkeypatch.setattr("coterie.mixture.scaling.PIECE", 100)
+    scaling = Scaling.of(inputs, targets, family, intercept=True)
+    for one, other in zip(scaling[:4], whole[:4], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+    many, rows = ManyRows.of(inputs, targets, scaling), scaling.rows(inputs, targets).finite()
+    in_pieces, at_once = (OwnRows.of(each, family, most=50) for each in (many, rows))
+    for one, other in zip(in_pieces.judging, at_once.judging, strict=True):
+        np.testing.assert_array_equal(one, other)
+    fitted = [linear_fit(each, family, scaling) for each in (in_pieces, at_once)]
+    np.testing.assert_allclose(fitted[0], fitted[1], rtol=1e-9)
+
+
+def linear_fit(own: OwnRows, family: Family, scaling: Scaling) -> Array:
+    """Return the parameters of all candidates that ask nobody."""
+    _, found = driven(linear_candidates(own, family, scaling, 0), lambda _: None)  # type: ignore[arg-type,return-value]
+    return np.concatenate([np.asarray(one.parameters) for one in found], 1)

@@ -22,7 +22,7 @@ from torch import nn
 import coterie
 from coterie.sklearn import CoterieClassifier, CoterieRegressor
 
-QUICK: dict[str, Any] = {"steps": 10, "lr": 0.3}
+QUICK: dict[str, Any] = {"steps": 20, "lr": 0.1}
 FEATURES = ["hospital", "age", "pressure", "smoker"]
 
 

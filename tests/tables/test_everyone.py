@@ -85,7 +85,8 @@ def test_where_alone_is_served_to_all_no_sentence_says_that_it_is_not_known(tmp_
         "y",
     ]
     result = RUNNER.invoke(
-        app, [*command, "--me", "all", "--out", str(tmp_path / "run"), "--steps", "40"]
+        app,
+        [*command, "--me", "all", "--out", str(tmp_path / "run"), "--rule", "wga", "--steps", "40"],
     )
     assert "Of 2 users: 2 served a model trained alone." in result.output, result.output
     assert result.output.count("nobody") == 2  # whom they listen to

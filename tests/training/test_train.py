@@ -332,8 +332,9 @@ def test_summary_and_record(make_users: Users) -> None:
         seed=4,
         guard="off",
     )
-    said, first, who, best, test, weight, constants = run.summary().splitlines()
+    said, to_do, first, who, best, test, weight, constants = run.summary().splitlines()
     assert said == run.verdict.sentence == run.record.end.verdict
+    assert to_do == f"what to do: {run.verdict.advice}"
     assert (
         first
         == "WeightedAveraging(alpha=0.5, tau={'peer 1': 1.0}), 3 peers, 10 steps of SGD(lr=0.1)"

@@ -142,7 +142,7 @@ LIES: dict[str, tuple[Callable[[Array], Any], str]] = {
     "curvature": (lambda sums: sums * [1, -1, 1], "negative curvature"),
     "rows": (lambda sums: sums * [0, 0, -1], "negative number of rows"),
     "huge": (lambda sums: sums * 1e6, "more rows than a peer says"),
-    "slopes": (lambda sums: sums * [1e3, 1, 1], "so few rows"),
+    "slopes": (lambda sums: sums * [3, 1, 1], "so few rows"),
     "children": (lambda sums: sums * (1 if sums.shape[2] == 1 else 3), "more rows than its root"),
 }
 

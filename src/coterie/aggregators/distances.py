@@ -120,5 +120,7 @@ def _mean_of_best(points: Points, f: int, m: int) -> Tensor:
     # the point itself is first, at 0
     nearest = np.sort(points.distances(), axis=1)[:, : len(points) - f]
     weights = np.zeros(len(points))
-    weights[nearest.sum(1).argsort(kind="stable")[:m]] = 1 / m
+    digits, exponents = np.frexp(nearest.sum(1))  # to nine digits: the first of equal scores
+    scores = np.ldexp(np.round(digits * 2**30), exponents)
+    weights[scores.argsort(kind="stable")[:m]] = 1 / m
     return points.mean(weights)

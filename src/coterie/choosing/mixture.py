@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ from coterie.mixture.prior import (
     POOLED,
     TIMES,
 )
-from coterie.mixture.scaling import Scaling
+from coterie.mixture.scaling import ManyRows, Scaling
 from coterie.mixture.served import give
 from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs, Traffic
@@ -243,9 +244,19 @@ def fits(examples: Examples, columns: int, outputs: int, family: Family) -> bool
 
 def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
     """Return inputs (n, D) and targets (n, K) of examples."""
-    inputs, targets = examples.take(torch.arange(len(examples)))
-    flat = inputs.detach().cpu().double().flatten(1).numpy()
-    return flat, family.targets(targets.detach().cpu().numpy(), outputs)
+    flat, targets = held_numbers(examples, family, outputs)
+    return flat.astype(np.float64), targets
+
+
+def held_numbers(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
+    """Return the same, inputs in the precision that they have, and where they are if possible."""
+    if isinstance(examples, InMemory):
+        inputs, targets = examples.inputs, examples.targets
+    else:
+        inputs, targets = examples.take(torch.arange(len(examples)))
+    flat = inputs.detach().cpu().flatten(1)
+    flat = flat.double() if flat.dtype == torch.bfloat16 else flat
+    return flat.numpy(), family.targets(targets.detach().cpu().numpy(), outputs)
 
 
 def linear_losses(spec: RunSpec) -> Callable[[frozenset[str]], Array]:
@@ -308,7 +319,7 @@ class ClosedForm(Learner):
 
     def _fit(self) -> Fitted:
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
-        x, y = self._numbers(spec.me.examples)
+        x, y = held_numbers(spec.me.examples, family, self.layer.out_features)
         scaling = Scaling.of(x, y, family, intercept=intercept)
         validation = spec.me.validation
         held_out: Rows | None = (
@@ -317,9 +328,11 @@ class ClosedForm(Learner):
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
         if self.trees:
-            others = partial(self._trees, (x, y), seed)
+            others = partial(self._trees, (x.astype(np.float64), y), seed)
             how |= {"others": others, "linear": self.trees != "only"}
-        fitting = fit(scaling.rows(x, y), family, scaling, len(self.engine.names), **how)
+        many = len(x) > JUDGING and not self.trees
+        rows = ManyRows.of(x, y, scaling) if many else scaling.rows(x, y)
+        fitting = fit(rows, family, scaling, len(self.engine.names), **how)
         return driven(fitting, self.e_steps.asking(family, scaling))
 
     def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:

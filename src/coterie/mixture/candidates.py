@@ -8,7 +8,7 @@ from torch import nn
 
 from coterie.mixture.families import Array, Family
 from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of
-from coterie.mixture.scaling import Scaling
+from coterie.mixture.scaling import ManyRows, Scaling
 from coterie.mixture.served import Predictor
 
 STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
@@ -107,11 +107,11 @@ class OwnRows:
     @classmethod
     def of(
         cls,
-        rows: Rows,
+        rows: Rows | ManyRows,
         family: Family,
         seed: int = 0,
         *,
-        most: int = JUDGING,
+        most: int | None = None,
         whole: bool = False,
         folds: Array | None = None,
     ) -> "OwnRows":
@@ -122,15 +122,31 @@ class OwnRows:
             folds = folds_of(rows.targets, count, seed, classes=not family.is_squared)
         of_all = guesses(family, rows.targets, folds)
         counts = n - np.append(0, np.bincount(folds)).astype(np.float64)
-        if whole or n <= most:
-            return cls(rows, _seen(folds), counts, of_all, rows, folds)
-        chosen = np.sort(np.random.default_rng(seed).permutation(n)[:most])
-        judging, judges = Rows(*(each[chosen] for each in rows)), folds[chosen]
+        if whole or n <= (JUDGING if most is None else most):
+            few = rows.some(np.arange(n)) if isinstance(rows, ManyRows) else rows
+            return cls(few, _seen(folds), counts, of_all, few, folds)
+        chosen = sample_of(n, seed, most)
+        judging, judges = rows.some(chosen), folds[chosen]
         if family.is_squared:
             each = [summed(rows, folds == q) for q in range(int(folds.max()) + 1)]
             folds = np.repeat(np.arange(len(each)), [len(one.targets) for one in each])
-            rows = Rows(*(np.concatenate(part) for part in zip(*each, strict=True)))
-        return cls(rows, _seen(folds), counts, of_all, judging, judges)
+            fitted = Rows(*(np.concatenate(part) for part in zip(*each, strict=True)))
+        else:
+            fitted = rows.some(np.arange(n)) if isinstance(rows, ManyRows) else rows
+        return cls(fitted, _seen(folds), counts, of_all, judging, judges)
+
+
+def sample_of(n: int, seed: int = 0, most: int | None = None) -> Array:
+    """Return which of n rows judge, in order: all, or a sample of more than `most`, or `JUDGING`.
+
+    Example:
+        >>> sample_of(3).tolist(), len(sample_of(30_000))
+        ([0, 1, 2], 10000)
+    """
+    most = JUDGING if most is None else most
+    if n <= most:
+        return np.arange(n)
+    return np.sort(np.random.default_rng(seed).permutation(n)[:most])
 
 
 def _seen(folds: Array) -> Array:
@@ -140,13 +156,17 @@ def _seen(folds: Array) -> Array:
     )
 
 
-def summed(rows: Rows, which: Array) -> Rows:
+def summed(rows: Rows | ManyRows, which: Array) -> Rows:
     """Return few rows with the sums of squares and products of those that are asked for."""
-    width, left = rows.inputs.shape[1], np.flatnonzero(which)
-    both = np.zeros((0, width + rows.targets.shape[1]))
+    left, both, width = np.flatnonzero(which), None, 0
     for part in np.array_split(left, max(1, len(left) // AT_ONCE)):
-        more = np.concatenate([rows.inputs[part], rows.targets[part]], 1)
-        both = np.asarray(np.linalg.qr(np.concatenate([both, more]), mode="r"))
+        some = rows.some(part)
+        more, width = np.concatenate(some, 1), some.inputs.shape[1]
+        both = np.asarray(
+            np.linalg.qr(more if both is None else np.concatenate([both, more]), mode="r")
+        )
+    if both is None:
+        raise AssertionError("a fold has rows")
     return Rows(both[:, :width], both[:, width:])
 
 
@@ -165,8 +185,8 @@ def folds_of(targets: Array, count: int, seed: int, *, classes: bool) -> Array:
                 kind="stable",
             )
         ]
-    fold = np.empty(len(targets), dtype=np.int64)
-    fold[order] = np.arange(len(targets)) % max(1, count)
+    fold = np.empty(len(targets), dtype=np.int8)
+    fold[order] = np.arange(len(targets), dtype=np.int32) % max(1, count)
     return fold
 
 
@@ -248,8 +268,14 @@ def guesses(family: Family, targets: Array, folds: Array) -> Array:
         >>> guesses(SQUARED, np.array([[1.0], [3.0]]), np.array([0, 1])).ravel().tolist()
         [2.0, 3.0, 1.0]
     """
-    seen = _seen(folds)
-    total, n = seen.T @ targets, seen.sum(0)[:, None]
+    if len(folds) <= JUDGING:
+        seen = _seen(folds)
+        total, n = seen.T @ targets, seen.sum(0)[:, None]
+    else:  # by sums of each fold: which view sees which row would be larger than the rows
+        counts = np.bincount(folds)
+        of_each = np.column_stack([np.bincount(folds, each) for each in targets.T])
+        total = of_each.sum(0) - np.vstack([np.zeros_like(of_each[:1]), of_each])
+        n = (len(folds) - np.append(0.0, counts))[:, None]
     even = {"softmax": 1 / targets.shape[1], "logistic": 0.5}.get(family.name)
     return family.link(total / np.maximum(n, 1) if even is None else (total + even) / (n + 1))
 

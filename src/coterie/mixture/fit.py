@@ -12,7 +12,7 @@ from coterie.mixture.families import Array, Family
 from coterie.mixture.mixing import MixtureEntry, mix
 from coterie.mixture.posterior import Priors, Rows
 from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
-from coterie.mixture.scaling import Scaling
+from coterie.mixture.scaling import ManyRows, Scaling
 
 COMMON = 1e-3
 """The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
@@ -38,7 +38,7 @@ Others = Callable[[Array], Sequence[Candidates]]
 
 
 def fit(
-    rows: Rows,
+    rows: Rows | ManyRows,
     family: Family,
     scaling: Scaling,
     peers: int,
@@ -68,7 +68,8 @@ def fit(
         linear: whether there are linear candidates; beside the constant, which there always is.
     """
     held_out = None if held_out is None else held_out.finite()
-    own = OwnRows.of(rows.finite(), family, seed, whole=others is not None)
+    rows = rows.finite() if isinstance(rows, Rows) else rows
+    own = OwnRows.of(rows, family, seed, whole=others is not None)
     found, candidates = None, [constant(own, scaling)]
     if linear:
         found, more = yield from linear_candidates(own, family, scaling, peers)

@@ -36,7 +36,11 @@ class Rows(NamedTuple):
     def finite(self) -> "Rows":
         """Return the rows that hold nothing but finite numbers."""
         fine = np.isfinite(self.inputs).all(1) & np.isfinite(self.targets).all(1)
-        return self if fine.all() else Rows(self.inputs[fine], self.targets[fine])
+        return self if fine.all() else self.some(np.flatnonzero(fine))
+
+    def some(self, places: Array) -> "Rows":
+        """Return some of a user's rows."""
+        return Rows(self.inputs[places], self.targets[places])
 
 
 class Priors(NamedTuple):

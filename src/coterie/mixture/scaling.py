@@ -21,6 +21,10 @@ What is farther counts as this.
 """
 
 
+PIECE = 2**14
+"""Of many rows so many are scaled at a time."""
+
+
 class Scaling(NamedTuple):
     """Inputs and targets as (value − shift)/scale, and the way back."""
 
@@ -96,18 +100,61 @@ class Scaling(NamedTuple):
         return np.concatenate([slopes, base[None]])
 
 
+class ManyRows(NamedTuple):
+    """Rows that are scaled when they are needed: a second copy of all would be large."""
+
+    inputs: Array  # (n, columns), in the caller's units, of any precision
+    targets: Array  # (n, K), scaled
+    scaling: Scaling
+
+    @classmethod
+    def of(cls, inputs: Array, targets: Array, scaling: Scaling) -> "ManyRows":
+        """Return the rows of which all numbers are finite."""
+        fine = np.concatenate(
+            [
+                np.isfinite(inputs[some]).all(1) & np.isfinite(targets[some]).all(1)
+                for some in pieces(len(inputs))
+            ]
+        )
+        if not fine.all():
+            inputs, targets = inputs[fine], targets[fine]
+        scaled = (targets - scaling.target_shift) / scaling.target_scale
+        return cls(inputs, scaled, scaling)
+
+    def some(self, places: Array) -> Rows:
+        """Return some of them, scaled."""
+        targets = self.targets[places]
+        return Rows(self.scaling.rows(self.inputs[places], targets).inputs, targets)
+
+
+def pieces(n: int) -> list[slice]:
+    """Return slices of n rows, which are worked at one after the other."""
+    return [slice(begin, begin + PIECE) for begin in range(0, n, PIECE)]
+
+
 def _spread(values: Array, *, centred: bool) -> tuple[Array, Array]:
     """Return by what columns are shifted and scaled.
 
     One that is constant, or of few rows, keeps its scale.
     """
-    values = np.asarray(values, dtype=np.float64)
-    values = values[np.isfinite(values).all(1)]
-    width = values.shape[1]
-    if len(values) < FEWEST:
+    width, parts = values.shape[1], pieces(len(values))
+
+    def finite(some: slice) -> Array:
+        part = np.asarray(values[some], dtype=np.float64)
+        fine = np.isfinite(part).all(1)
+        return part if fine.all() else part[fine]
+
+    n, total, squares = 0, np.zeros(width), np.zeros(width)
+    size, away = np.zeros(width), np.zeros(width)
+    for part in map(finite, parts):
+        n, total = n + len(part), total + part.sum(0)
+        size = np.maximum(size, np.abs(part).max(0, initial=0.0))
+    if n < FEWEST:
         return np.zeros(width), np.ones(width)
-    shift = values.mean(0) if centred else np.zeros(width)
-    away = np.abs(values - shift).max(0, initial=0.0)
-    scale = np.maximum(np.sqrt(np.square(values - shift).mean(0)), away / RAREST)
-    size = np.abs(values).max(0, initial=0.0)
+    shift = total / n if centred else np.zeros(width)
+    for part in map(finite, parts):
+        moved = part - shift
+        squares += np.square(moved).sum(0)
+        away = np.maximum(away, np.abs(moved).max(0, initial=0.0))
+    scale = np.maximum(np.sqrt(squares / n), away / RAREST)
     return shift, np.where(scale > 1e-9 * size, scale, 1.0)

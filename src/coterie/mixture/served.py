@@ -140,7 +140,8 @@ def linear_model(parameters: Array, *, intercept: bool) -> nn.Sequential:
         )
     """
     columns = len(parameters) - intercept
-    layer = nn.Linear(columns, parameters.shape[1], bias=intercept)
+    layer = nn.Linear(columns, parameters.shape[1], bias=intercept, device="meta")
+    layer = layer.to_empty(device="cpu")  # drawn from no generator
     give(layer, parameters)
     return nn.Sequential(nn.Flatten(), layer)
 

@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from coterie.errors import DataError, attributing_errors_to
 from coterie.users.sampling import seeded
@@ -310,6 +317,21 @@ def as_examples(
     if not len(examples):
         raise DataError(f"{whose} has no examples; leave it out, or give it some")
     return examples
+
+
+def some_of(examples: Examples, places: np.ndarray[Any, Any]) -> Examples:
+    """Return those of some examples at these places, in order; themselves where that is all.
+
+    Example:
+        >>> rows = InMemory(torch.arange(3.0)[:, None], torch.arange(3))
+        >>> some_of(rows, np.array([0, 2])).targets.tolist()
+        [0, 2]
+    """
+    if len(places) == len(examples):
+        return examples
+    if isinstance(examples, FromDataset):
+        return replace(examples, dataset=Subset(examples.dataset, places.tolist()))
+    return InMemory(*examples.take(torch.from_numpy(places)))
 
 
 def from_columns(

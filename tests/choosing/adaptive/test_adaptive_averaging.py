@@ -156,7 +156,7 @@ def test_the_account_is_complete_and_plain() -> None:
     assert list(told["weights"]) == [peer.name for peer in peers]
     np.testing.assert_allclose(kappa.sum(0), 1)
     assert told["steps"] == list(range(0, 30, 2))
-    assert told["cost"] == {"runs": 3.0, "rows": 15 * 4, "messages": 0, "bytes": 0}
+    assert told["cost"] == {"runs": 3.0, "rows": 15 * 4, "exchanges": 0, "messages": 0, "bytes": 0}
     assert set(told["leaderboard"]) == {
         *("served", "constant", "alone", "branch", "branch from pooled", "pooled")
     }
@@ -329,3 +329,12 @@ def test_gradients_asked_are_those_expected() -> None:
         measure=False,
     )
     assert run.record.end.account["cost"]["runs"] == pytest.approx(3.0, abs=0.05)
+
+
+def test_of_many_own_rows_a_sample_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    me, peers = user("me", 90, TRUTH), alike(3)
+    whole = adaptive(me, peers, AdaptiveAveraging())
+    monkeypatch.setattr("coterie.mixture.candidates.JUDGING", 30)
+    run = adaptive(me, peers, AdaptiveAveraging())
+    assert [np.asarray(each.out_of_fold).shape for each in (run, whole)] == [(30,), (90,)]
+    assert distance(run) < 0.5  # all own rows are trained on

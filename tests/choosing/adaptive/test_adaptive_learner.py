@@ -318,7 +318,7 @@ def test_a_loud_peer_costs_no_gain_where_numbers_of_examples_are_not_known() -> 
     assert sorted(run.record.end.account["tau"]) == ["a", "b"]
 
 
-def watched(made: list[Any]) -> AdaptiveAveraging:
+def watched(made: list[Any], **knobs: Any) -> AdaptiveAveraging:
     """Return the rule; its learners are kept."""
 
     class Watched(AdaptiveAveraging):
@@ -326,7 +326,7 @@ def watched(made: list[Any]) -> AdaptiveAveraging:
             made.append(super().learner(*given, **options))
             return made[-1]
 
-    return Watched()
+    return Watched(**knobs)
 
 
 def test_a_trunk_follows_no_sum_that_is_longer_than_peers_may_send() -> None:
@@ -429,7 +429,7 @@ def test_a_point_that_is_no_number_is_no_candidate() -> None:
         if step.step == 19:  # the last but one of the trunk
             made[-1].peers.x[-1] = torch.nan  # pooled
 
-    run = train(*users("alike"), rule=watched(made), hooks=[lose])
+    run = train(*users("alike"), rule=watched(made, linear=False), hooks=[lose])
     assert bool(vector(run).isfinite().all())
     assert weight(run, "branch") > 0.5
 

@@ -27,6 +27,7 @@ from coterie.errors import KnobError, ModelError
 from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
+from coterie.mixture.candidates import JUDGING
 from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs
 from coterie.rules import Alone
@@ -90,7 +91,7 @@ class AdaptiveAveraging(Algorithm):
         ...     coterie.User("contrary", inputs[50:], -targets[50:]),
         ... ]
         >>> run = coterie.train(torch.nn.Linear(3, 1), torch.nn.functional.mse_loss, me, peers, steps=60, lr=0.1)
-        >>> run.record.end.account["tau"]["alike"] > 0.9
+        >>> run.record.end.account["weights"]["alike"][-1] > 0.9
         True
     """
 
@@ -140,7 +141,9 @@ class AdaptiveAveraging(Algorithm):
         # Trunks for half of the steps and pooled for all; Alone's copies for all, the branch's for
         # half.
         runs, copies = (folds + 2) / 2, (folds + 1) * len(self.settings(spec))
-        judging = len(spec.me) + (0 if spec.me.validation is None else len(spec.me.validation))
+        judging = min(len(spec.me), JUDGING) + (
+            0 if spec.me.validation is None else len(spec.me.validation)
+        )
         # forward passes only
         many = 2 * EVALUATIONS * (1.5 * copies + 1) * judging / min(spec.batch_size, len(spec.me))
         seconds = spec.steps * (1.5 * copies * own + runs * max(whole - own, 0.0)) + many / 3 * own

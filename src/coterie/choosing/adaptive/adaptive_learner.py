@@ -388,7 +388,7 @@ class AdaptiveLearner(Learner):
         looks = self.looks
         if not self.linear or looks.family is LOSS:
             return
-        about = looks.family, looks.targets, looks.folds
+        about = looks.family, looks.targets_of_all(), looks.folds_of_all
         forms = ClosedForms(self.spec, self.engine, *about)
         # rows go through its layers at each peer, whose running statistics are its own
         followed = self.peer_weights.bounds().any() and not self.buffers["peers"].shape[1]

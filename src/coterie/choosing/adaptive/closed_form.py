@@ -70,12 +70,15 @@ class ClosedForms:
         """
         name, me = last_layer(model), self.spec.me
         held = [me.examples] + ([] if me.validation is None else [me.validation])
-        seen = [inputs_of(model, name, each) for each in held] if name else [None]
+        layer = model.get_submodule(name) if name else None
+        if not isinstance(layer, nn.Linear) or layer.in_features * len(me) > MOST_NUMBERS:
+            return []
+        seen = [inputs_of(model, name, each) for each in held]
         found = [each for each in seen if each is not None]
         if len(found) < len(held):
             return []
         own, *further = found
-        intercept = model.get_submodule(name).bias is not None
+        intercept = layer.bias is not None
         blocks = self._found(own, further, LAST_LAYER, intercept, e_steps, layer=name)
         return [replace(block, behind=behind, alone=False) for block in blocks]
 
@@ -100,9 +103,9 @@ class ClosedForms:
         asks = asks and all(self._fits(peer.examples) for peer in self.spec.peers)
         scaling = Scaling.of(own, self.targets, family, intercept=intercept)
         rows = scaling.rows(own, self.targets)
-        whole = OwnRows.of(rows, family, whole=True, folds=self.folds)
+        judged = OwnRows.of(rows, family, folds=self.folds)
         peers = len(self.engine.names) if asks else 0
-        fitting = linear_candidates(whole, family, scaling, peers)
+        fitting = linear_candidates(judged, family, scaling, peers)
         found, blocks = driven(fitting, e_steps.asking(family, scaling, layer))
         if found is not None:
             self.tau = found.tau[0]

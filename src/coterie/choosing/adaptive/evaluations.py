@@ -19,12 +19,12 @@ from coterie.engines.peer.linear_rows import linear_of
 from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.spec import RunSpec
-from coterie.mixture.candidates import Candidates, guesses
+from coterie.mixture.candidates import Candidates, guesses, sample_of
 from coterie.mixture.families import LOSS, Array, Family
 from coterie.mixture.fit import Fitted
 from coterie.mixture.mixing import LEAST, MixtureEntry, halves, mix, weights_of
 from coterie.mixture.served import Constant, Predictor, give
-from coterie.users.examples import Examples, InMemory
+from coterie.users.examples import Examples, InMemory, some_of
 from coterie.users.sampling import random_key
 from coterie.users.trees import leaves
 from coterie.users.user import User
@@ -49,6 +49,8 @@ class Trajectory:
 class HeldOutEvaluations:
     """All candidates so far; after each evaluation the model is the best of them.
 
+    Of many own rows a sample judges, as in the closed form.
+
     Args:
         spec: of the run, prepared.
         points: what passes examples through the model at points.
@@ -59,11 +61,13 @@ class HeldOutEvaluations:
     def __init__(
         self, spec: RunSpec, points: GradientsAtPoints, folds: Tensor, *, single: bool = False
     ) -> None:
-        self.spec, self.points, self.folds = spec, points, folds.numpy()
+        self.spec, self.points, self.folds_of_all = spec, points, folds.numpy()
+        judges = sample_of(len(folds))
+        self.folds, self.rows = self.folds_of_all[judges], some_of(spec.me.examples, judges)
         self.paths: dict[str, Trajectory] = {}
         self.closed = list[Candidates]()  # what has a closed form
         self.trunk: Tensor | None = None  # the point behind whose layers some of these are
-        rows, validation = spec.me.examples, spec.me.validation
+        rows, validation = self.rows, spec.me.validation
         outputs = None  # of a loss that has no family they may be anything
         if family_of(spec.loss) is not None:
             outputs = points.outputs(points.start()[None], rows)
@@ -86,7 +90,7 @@ class HeldOutEvaluations:
             if not len(points):
                 continue
             every, path = points.flatten(0, 1), self.paths.setdefault(kind, Trajectory())
-            given = self._judged(every, self.spec.me.examples)
+            given = self._judged(every, self.rows)
             given = given.reshape(*points.shape[:2], *given.shape[1:])
             blind = given[:, 1 + self.folds, n] if points.shape[1] > 1 else given[:, 0]
             held_out = np.zeros((len(points), *self.held_out.shape))
@@ -130,7 +134,8 @@ class HeldOutEvaluations:
     def _forget(self) -> None:
         """Serve the best point, and forget those that will not be served.
 
-        Losses of a point do not change, so that a share of its half of the mixture only falls.
+        Losses of a point do not change, so that its share of its half of the mixture, and of its
+        kind, only falls. A kind by itself is served where its loss on the test set is told.
         """
         weights = {kind: each for kind, each in self.weights().items() if len(each)}
         if not weights:
@@ -139,10 +144,13 @@ class HeldOutEvaluations:
         point = self.paths[best].points[int(weights[best].argmax())]
         if point is not None:
             self.points.serve(point)
-        for alone in (True, False):
-            half = {kind: each for kind, each in weights.items() if (kind == "alone") is alone}
-            least = LEAST * max((float(each.max()) for each in half.values()), default=0.0)
-            for kind, each in half.items():
+        groups = [[kind] for kind in weights]
+        if self.spec.me.test is None:
+            groups = [["alone"], [kind for kind in weights if kind != "alone"]]
+        for group in groups:
+            shares = {kind: weights[kind] for kind in group if kind in weights}
+            least = LEAST * max((float(each.max()) for each in shares.values()), default=0.0)
+            for kind, each in shares.items():
                 path = self.paths[kind]
                 path.points = [
                     None if weight < least and not self._is_linear else kept
@@ -250,6 +258,10 @@ class HeldOutEvaluations:
         if outputs is None:
             raise AssertionError("outputs of own rows were numbers before")
         return np.asarray(outputs.double().cpu().numpy())
+
+    def targets_of_all(self) -> Array:
+        """Return the targets of all own rows, (n, K), of which `targets` are those that judge."""
+        return self._targets(self.spec.me.examples, self.targets.shape[1])
 
     def _targets(self, examples: Examples, k: int) -> Array:
         if self.family is LOSS:
