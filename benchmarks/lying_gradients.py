@@ -130,7 +130,9 @@ def in_e_steps(seeds: int) -> None:
             worse += bool(each.mean() > 3 * error)
             shown.append(f"{each.mean():+.3f} ± {error:.3f}")
         print(f"| {lie} | {' | '.join(shown)} |", flush=True)
-    print(f"\nworse than Alone by more than three standard errors in {worse} of {2 * len(support.E_STEPS)} cells")
+    print(
+        f"\nworse than Alone by more than three standard errors in {worse} of {2 * len(support.E_STEPS)} cells"
+    )
 
 
 def main() -> None:

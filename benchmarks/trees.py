@@ -62,7 +62,9 @@ def cost(rows: int, columns: int, users: int, own: int) -> None:
     random = np.random.default_rng(0)
     x, user = random.normal(size=(rows, columns)), np.arange(rows) * users // rows
     if own:
-        user = np.append(np.zeros(own, int), 1 + np.arange(rows - own) * (users - 1) // (rows - own))
+        user = np.append(
+            np.zeros(own, int), 1 + np.arange(rows - own) * (users - 1) // (rows - own)
+        )
     y = x[:, 0] * x[:, 1] + np.sin(2 * x[:, 2]) + 0.3 * user + 0.5 * random.normal(size=rows)
     parts = [(x[user == k], y[user == k, None]) for k in range(users)]
     folds = folds_of(parts[0][1], 4, 0, classes=False)

@@ -247,9 +247,7 @@ class Part:
             place = rows[:, column]
             goes = place > splits.place[:, m].astype(place.dtype)
             if self.any_missing:
-                goes = np.where(
-                    place == self.missing[column], ~splits.missing_left[:, m], goes
-                )
+                goes = np.where(place == self.missing[column], ~splits.missing_left[:, m], goes)
             right |= goes & (node == m)
         children: Array = 2 * node + right
         return children
