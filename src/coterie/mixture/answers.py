@@ -150,6 +150,19 @@ class EStep:
         """
         return self.scaling.clipped(self.scaling.rows(inputs, targets).finite())
 
+    def scaled(self, users: "StackedUsers") -> "StackedUsers | None":
+        """Return several peers' rows in user 0's units, see `rows`; None where one has no such number."""
+        stack, there = users.rows, users.there
+        flat = (each.reshape(-1, each.shape[-1]) for each in stack)
+        with np.errstate(over="ignore"):
+            rows = self.scaling.rows(*flat)
+        if not all(np.isfinite(each).all() for each in rows):
+            return None
+        inputs, targets = (each.reshape(*there.shape, -1) for each in self.scaling.clipped(rows))
+        if not there.all():
+            inputs, targets = inputs * there[..., None], targets * there[..., None]
+        return StackedUsers(Rows(inputs, targets), there, users.counts)
+
     def answer(self, rows: Rows, size: float | None = None, norm: float | None = None) -> Array:
         """Return what a peer with these rows tells.
 

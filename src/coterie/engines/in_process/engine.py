@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,7 +93,9 @@ class InProcess:
         self.me, self.seed, self.passes = me.name, seed, Passes(model, loss)
         self.parameters = self.passes.parameters
         device = self.parameters.device
-        self.sampler = BatchSampler(me, peers, batch_size=batch_size, seed=seed, device=device)
+        sizes: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "device": device}
+        shared = None if like is None else like._sampler_of(me, peers, **sizes)
+        self.sampler = shared or BatchSampler(me, peers, **sizes)
         self.users: Mapping[str, User] = self.sampler.users
         if like is None:
             with seeded(seed, me.name, 0, device):
@@ -107,9 +109,17 @@ class InProcess:
             self.passes.take_over(like.passes)
         self._user_by_user = UserByUser(self.passes, self.sampler, self.support)
         self._tau: tuple[Any, Weights] | None = None
-        self._stacks: tuple[Any, list[tuple[Tensor, StackedUsers]]] | None = None
-        check_classes(loss, self._output, [me, *peers])
+        self._held: HeldRows = HeldRows() if like is None or shared is None else like._held
+        if shared is None:
+            check_classes(loss, self._output, [me, *peers])
         self.passes.set_forward_options(forward_options)
+
+    def _sampler_of(
+        self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
+    ) -> BatchSampler | None:
+        """Return this engine's memory for another user 0; None where not all are the same."""
+        same = self.sampler.batch_size, self.sampler.seed, self.sampler.device
+        return self.sampler.of(me, peers) if same == (batch_size, seed, device) else None
 
     def operations(self) -> float:
         """Return about how many operations a forward pass over everybody's batches takes, on a CPU."""
@@ -335,17 +345,26 @@ class InProcess:
 
     def _stacked_users(self, asked: EStep, x: Tensor) -> list[tuple[Tensor, StackedUsers]]:
         """Return the peers' rows in stacks, each with the places of its peers; scaled once."""
-        key = rows_key(asked, x)
-        if self._stacks is None or self._stacks[0] != key:
-            rows = [self._fitting(peer, asked).rows(asked, x) for peer in self._linear_rows]
-            stacks = StackedUsers.by_size(rows)
-            self._stacks = key, [(torch.from_numpy(places), users) for places, users in stacks]
-        return self._stacks[1]
+        key, held = (self.names, rows_key(asked, x)), self._held
+        if held.stacks is None or held.stacks[0] != key:
+            peers = self._linear_rows
+            for peer in peers[:1]:  # all have the same model
+                self._fitting(peer, asked)
+            scaled = None if asked.layer else _scaled(peers, asked)
+            if scaled is None:
+                rows = [self._fitting(peer, asked).rows(asked, x) for peer in peers]
+                scaled = StackedUsers.by_size(rows)
+            held.stacks = key, [(torch.from_numpy(places), users) for places, users in scaled]
+        return held.stacks[1]
 
     @functools.cached_property
     def _linear_rows(self) -> list[LinearRows]:
         """The peers' rows, which are scaled or put in bins once."""
-        return [LinearRows(self.sampler.users[name], self.passes) for name in self.names]
+        of, users = self._held.rows, self.sampler.users
+        for name in self.names:
+            if name not in of:
+                of[name] = LinearRows(users[name], self.passes)
+        return [of[name] for name in self.names]
 
     def _fitting(self, peer: LinearRows, asked: AllRows) -> LinearRows:
         """Return a peer that can answer."""
@@ -481,3 +500,21 @@ class UserByUser:
         return (
             seeded(self.sampler.seed, name, step, device) if self.support.random else nullcontext()
         )
+
+
+@dataclass(eq=False)
+class HeldRows:
+    """What engines of the same users share: their rows, and those that were scaled last."""
+
+    rows: dict[str, LinearRows] = field(default_factory=dict)
+    stacks: tuple[Any, list[tuple[Tensor, StackedUsers]]] | None = None
+
+
+def _scaled(peers: Sequence[LinearRows], asked: EStep) -> list[tuple[Any, StackedUsers]] | None:
+    """Return the peers' rows in stacks, scaled together; None where one is beyond all numbers."""
+    if any(peer.user.is_stream for peer in peers):
+        return None
+    stacks = StackedUsers.by_size([peer.numbers(asked) for peer in peers])
+    scaled = [(places, asked.scaled(users)) for places, users in stacks]
+    kept = [(places, users) for places, users in scaled if users is not None]
+    return kept if len(kept) == len(stacks) else None

@@ -114,10 +114,10 @@ class BatchSampler:
     def __init__(
         self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
     ) -> None:
-        check_alike(me, me.validation, "the validation set")
-        check_alike(me, me.test, "the test set")
+        _check_held_out(me)
         for peer in peers:
             check_alike(me, peer.examples, f"peer {peer.name!r}")
+        self._given = {user.name: user for user in (me, *peers)}
         self.users = {user.name: user.to(device) for user in (me, *peers)}
         self.me = self.users[me.name]
         self.batch_size, self.seed, self.device = batch_size, seed, device
@@ -142,6 +142,17 @@ class BatchSampler:
         """Return the same users, on the same memory, with batches of another size."""
         other = copy.copy(self)
         other.batch_size, other._groups, other._tables = size, {}, {}
+        return other
+
+    def of(self, me: User, peers: Sequence[User]) -> Self | None:
+        """Return the batches of another user 0 and its peers on the same memory; None where one is new."""
+        everybody = (me, *peers)
+        if any(self._given.get(user.name) is not user for user in everybody):
+            return None
+        _check_held_out(me)
+        other = copy.copy(self)
+        other.users = {user.name: self.users[user.name] for user in everybody}
+        other.me, other._groups, other._tables = other.users[me.name], {}, {}
         return other
 
     def one(self, name: str, step: int) -> tuple[Tree, Tree]:
@@ -224,6 +235,11 @@ class BatchSampler:
 
 def _parts(examples: InMemory) -> tuple[Tree, Tree]:
     return examples.inputs, examples.targets
+
+
+def _check_held_out(me: User) -> None:
+    check_alike(me, me.validation, "the validation set")
+    check_alike(me, me.test, "the test set")
 
 
 def check_alike(me: User, others: Examples | None, whose: str) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from coterie.engines.engine import AllRows
 from coterie.engines.in_process.passes import Passes
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.mixture.answers import EStep
 from coterie.mixture.families import FAMILIES
+from coterie.mixture.posterior import Rows
 from coterie.trees.histograms import Histograms
 from coterie.users.user import User
 
@@ -65,6 +67,7 @@ class LinearRows:
     def __init__(self, user: User, passes: Passes) -> None:
         self.user, self.passes = user, passes
         self._kept: tuple[Hashable, Any] | None = None
+        self._numbers_kept: tuple[str, Rows] | None = None
 
     def misfit(self, work: AllRows) -> str | None:
         """Return why this user answers no such question, if it does not."""
@@ -122,6 +125,13 @@ class LinearRows:
         if self._kept is None or self._kept[0] != key:
             self._kept = key, work.rows(*self._numbers(work, x))
         return self._kept[1]
+
+    def numbers(self, work: EStep) -> Rows:
+        """Return the user's own rows of finite numbers, in its own units, for a layer of inputs."""
+        if self._numbers_kept is None or self._numbers_kept[0] != work.family:
+            found = self._numbers(work, torch.zeros(0))
+            self._numbers_kept = work.family, Rows(*found).finite()
+        return self._numbers_kept[1]
 
     @torch.no_grad()
     def _numbers(
