@@ -129,4 +129,4 @@ def test_rows_that_are_taken_in_turn_give_the_same_mode(
     np.testing.assert_allclose(in_turn, at_once, atol=1e-7)
     monkeypatch.setattr("coterie.mixture.posterior.MANY_ROWS", 100)  # then it ends sooner
     near = most_probable(rows, SOFTMAX, priors, seen, tolerance=1e-8)
-    assert 0 < np.abs(near - at_once).max() < 0.01
+    assert 0 < np.abs(near - at_once).max() < 0.02  # of a posterior whose numbers are .17 wide
