@@ -4,7 +4,7 @@
 
 A mutant is a module with one change: another comparison, operator, number or truth value, a
 condition the other way round, a statement left out. The module's own tests run against it, in a
-forked process that has torch loaded. A mutant is killed if one of them fails, or if they take far
+forked process that has torch loaded already. A mutant is killed if one of them fails, or if they take far
 more processor time than before, or ten minutes. `--each` mutants are drawn for each. Strings, annotations, docstrings,
 decorators, raised messages and `__all__` are left as they are.
 """
@@ -46,6 +46,8 @@ TESTS = {
     "training/loop.py": "tests/training/test_loop.py tests/training/test_resuming.py",
 }
 """The modules, and what tests each."""
+HEAVY = ("torch", "scipy.optimize", "scipy.stats", "pandas", "sklearn.linear_model")
+"""What tests and modules import that takes long; a process that is forked has it."""
 LONGEST = 600
 """Seconds by the clock that the tests of one module may take."""
 
@@ -190,8 +192,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.chdir(ROOT)
-    importlib.import_module("torch")
-    importlib.import_module("scipy.optimize")
+    for name in HEAVY:
+        importlib.import_module(name)
     total, killed = 0, 0
     for module in options.modules:
         tried, found, alive = measure(module, options.each, options.seed)
