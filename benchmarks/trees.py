@@ -3,22 +3,34 @@
     coterie --import benchmarks/r_tables.py bench --data DIR --sets heart,school,r-exam
         --methods sklearn-alone,sklearn-forest,sklearn-trees,mixture,mixture-trees --users 8 --out bench
     python benchmarks/trees.py bench
+    python benchmarks/trees.py --rows 200000 --columns 50 --users 8 [--own 0]
 
 By condition the mean over sets of `mixture-trees` less each rival, ± the standard error between
 sets: accuracy, or −RMSE in standard deviations; then the log loss of sets with classes (less is
 better). "Alone" is in every cell (a set and a condition) the better of the strong linear model and
 the forest by the mean score, known in hindsight. Last, the cells where the default is worse, or
 better, than that by three standard errors over users. It reads the cells that are done.
+
+Without a folder: processor seconds of all of coterie's tree candidates, folds included, beside one
+fit of scikit-learn's `HistGradientBoostingRegressor` on the pooled table with the user as a
+category, in one run. User 0 has as many of the rows as each peer, or `--own`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from sklearn.ensemble import HistGradientBoostingRegressor
+
+from coterie.mixture.candidates import folds_of
+from coterie.mixture.families import SQUARED
+from coterie.trees.tree_candidates import candidates
 
 OURS = "mixture-trees"
 ALONE = ["sklearn-alone", "sklearn-forest"]
@@ -45,11 +57,41 @@ def told(differences: Any) -> str:
     return f"{differences.mean():+.3f} ± {differences.sem():.3f}"
 
 
+def cost(rows: int, columns: int, users: int, own: int) -> None:
+    """Print what trees of many rows cost."""
+    random = np.random.default_rng(0)
+    x, user = random.normal(size=(rows, columns)), np.arange(rows) * users // rows
+    if own:
+        user = np.append(
+            np.zeros(own, int), 1 + np.arange(rows - own) * (users - 1) // (rows - own)
+        )
+    y = x[:, 0] * x[:, 1] + np.sin(2 * x[:, 2]) + 0.3 * user + 0.5 * random.normal(size=rows)
+    parts = [(x[user == k], y[user == k, None]) for k in range(users)]
+    folds = folds_of(parts[0][1], 4, 0, classes=False)
+    began = time.process_time()
+    candidates(parts[0], parts[1:], SQUARED, folds)
+    ours, began = time.process_time() - began, time.process_time()
+    HistGradientBoostingRegressor(categorical_features=[columns]).fit(np.column_stack([x, user]), y)
+    plain = time.process_time() - began
+    print(
+        f"{rows} × {columns} rows, {users} users, {len(folds)} own rows: {ours:.1f} s, "
+        f"HistGradientBoostingRegressor {plain:.1f} s, {ours / plain:.2f} times"
+    )
+
+
 def main() -> None:
-    """Print the comparison of a folder of `coterie bench`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    rows = rows_of(parser.parse_args().folder)
+    """Print the comparison of a folder of `coterie bench`, or what trees cost."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?")
+    for name, default in {"rows": 200_000, "columns": 50, "users": 8, "own": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    if asked.folder is None:
+        cost(asked.rows, asked.columns, asked.users, asked.own)
+        return
+    rows = rows_of(asked.folder)
     scores, losses = (paired(rows, value) for value in ("score", "loss"))
     better: Any = scores.groupby(CELL)[ALONE].mean().idxmax(axis=1)
     for table in (scores, losses):

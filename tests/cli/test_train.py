@@ -14,12 +14,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tests.support.records import configuration
 from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.cli.train import _listened_to
 from coterie.data import Preparation, from_table
 from coterie.methods import FedAvg
+from coterie.recording import End
 from coterie.recording.record import Record
 from coterie.tables import models
 
@@ -397,3 +400,15 @@ def test_the_closed_form_where_no_option_describes_steps(
     assert result.exit_code == 0, result.output
     configuration = Record.load(tmp_path / "run" / "record.jsonl").configuration
     assert (configuration.rule, configuration.me.validation) == (rule, held_out)
+
+
+def test_whom_a_mixture_listens_to_is_told_in_parts_of_the_whole() -> None:
+    board = {
+        kind: {"weight": weight, "loss": 1.0}
+        for kind, weight in {"pooled": 0.4, "alone": 0.6}.items()
+    }
+    record = Record(configuration(rule="Mixture()", peers={"a": 40, "b": 30, "c": 20}))
+    record.finish(
+        End(step=0, best_step=0, tau={"a": 0.75, "b": 0.25}, account={"leaderboard": board})
+    )
+    assert _listened_to(record) == "a 30%, b 10%"

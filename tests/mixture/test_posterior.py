@@ -132,3 +132,21 @@ def test_users_in_a_stack_have_the_posteriors_that_each_has_by_itself(
         alone = posterior(rows, family, mine, seen[:, [b]], tolerance=1e-9, iterations=200)
         for one, other in zip(together, alone, strict=True):
             np.testing.assert_allclose(one[:, [b]], other, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("columns", [3, 60])
+def test_rows_that_are_taken_in_turn_give_the_same_mode(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    rows = Rows(random.normal(size=(200, columns)), np.eye(3)[random.integers(0, 3, 200)])
+    shape = (columns, 4, 3)
+    priors = Priors(0.1 * random.normal(size=shape), np.ones(shape), np.ones(4))
+    seen = (random.random((200, 4)) < 0.8).astype(float)
+    at_once = most_probable(rows, SOFTMAX, priors, seen, tolerance=1e-8)
+    monkeypatch.setattr("coterie.mixture.posterior.AT_ONCE", 1000)
+    in_turn = most_probable(rows, SOFTMAX, priors, seen, tolerance=1e-8)
+    np.testing.assert_allclose(in_turn, at_once, atol=1e-7)
+    monkeypatch.setattr("coterie.mixture.posterior.MANY_ROWS", 100)  # then it ends sooner
+    near = most_probable(rows, SOFTMAX, priors, seen, tolerance=1e-8)
+    assert 0 < np.abs(near - at_once).max() < 0.02  # of a posterior whose numbers are .17 wide

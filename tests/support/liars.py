@@ -15,10 +15,9 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.mixture.answers import EStep
+from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.families import SQUARED, Array
 from coterie.mixture.fit import fit_here
-from coterie.mixture.posterior import Rows
 
 Lie = Callable[[Array, np.random.Generator], Array]
 
@@ -63,8 +62,8 @@ HISTOGRAMS: dict[str, Lie] = {
 """Of histograms, (bins, trees, nodes, 3). The last five may be true of some rows, and pass all checks."""
 
 
-def cost_in_e_steps(lie: str, peers: int, seed: int = 0) -> float:
-    """Return by how much the loss on new rows exceeds Alone's where the first of so many peers lies."""
+def cost_in_e_steps(lie: str, peers: int, seed: int = 0, liars: int = 1) -> float:
+    """Return by how much the loss on new rows exceeds Alone's where the first of so many peers lie."""
     rng = np.random.default_rng(seed)
     truth = rng.normal(size=4)
 
@@ -73,15 +72,21 @@ def cost_in_e_steps(lie: str, peers: int, seed: int = 0) -> float:
         return x, x @ truth + rng.normal(size=n)
 
     own, others, (x, y) = user(30), [user(50) for _ in range(peers)], user(2000)
-    honest, asked = EStep.answer, list[int]()  # whose turn it is, the last first
+    honest, asked = EStep.answers, list[int]()
 
-    def answer(self: EStep, rows: Rows, *args: float | None) -> Array:
-        asked.extend(reversed(range(peers)) if not asked else ())
-        told = honest(self, rows, *args)
-        return E_STEPS[lie](told, rng) if asked.pop() == 0 else told
+    def answers(self: EStep, users: StackedUsers, *args: Any) -> Array:
+        told = honest(self, users, *args)
+        if len(told) != peers:
+            raise AssertionError("peers with as many rows as each other answer together")
+        for k in range(liars):
+            asked.append(k)
+            told[k] = E_STEPS[lie](told[k], rng)
+        return told
 
-    with mock.patch.object(EStep, "answer", answer):
+    with mock.patch.object(EStep, "answers", answers):
         found = fit_here(*own, others, SQUARED)
+    if not asked:
+        raise AssertionError("nobody was asked")
     alone = fit_here(*own, [], SQUARED)
     inputs = np.column_stack([x, np.ones(len(x))])
     loss, without = (

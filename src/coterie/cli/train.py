@@ -32,7 +32,7 @@ from coterie.training.run import Run, Stopped
 ALL = "all"
 """What `--me` says for everybody."""
 LEAST, NAMED = 0.005, 3
-"""From which share of the peers' weight on a peer is named, and how many are."""
+"""From which weight on a peer is named, and how many are."""
 
 
 @grouped
@@ -300,11 +300,13 @@ def _rows_of(runs: Runs) -> list[dict[str, str]]:
 
 
 def _listened_to(record: Record) -> str:
-    """Name those with most of the peers' weight, or say that there are none, or that it is not known."""
+    """Name the peers with most weight in what is served, or say why none is named."""
     if not weighs(record.configuration, record.end):
         return "no weights"
-    peers = peer_shares(record.configuration, record.end)
-    named = [f"{peer.name} {peer.share:.0%}" for peer in peers if peer.share >= LEAST]
-    told = ", ".join(named[:NAMED] or ["nobody"]) + (" …" if len(named) > NAMED else "")
     asked = weight_of_peers(record.end)
-    return f"{told} of the peers' {asked:.0%}" if named and asked is not None else told
+    shares = {
+        peer.name: peer.share * (1.0 if asked is None else asked)
+        for peer in peer_shares(record.configuration, record.end)
+    }
+    named = [f"{name} {share:.0%}" for name, share in shares.items() if share >= LEAST]
+    return ", ".join(named[:NAMED] or ["nobody"]) + (" …" if len(named) > NAMED else "")

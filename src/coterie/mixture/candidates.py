@@ -13,6 +13,8 @@ from coterie.mixture.served import Predictor
 
 STRENGTHS = np.concatenate([[1e-6], np.logspace(-2, 2, 9)])
 """By what the variance of a prior is multiplied; the first stands for 0."""
+OF_MANY_ROWS = STRENGTHS[::2]
+"""The same for more than `JUDGING` rows that are fitted one by one, to which a prior means little."""
 INTERCEPT = 10.0
 """The variance of an intercept under the prior of Alone, where that of a coefficient is 1."""
 FOLDS = 4
@@ -215,14 +217,15 @@ def paths(
             all.
         scaling: between the caller's units and those of rows and priors.
     """
-    views, j = own.seen.shape[1], len(STRENGTHS)
+    strengths = STRENGTHS if len(own.rows.targets) <= JUDGING else OF_MANY_ROWS
+    views, j = own.seen.shape[1], len(strengths)
     every = [Priors(*(_spread(each, views) for each in one)) for one in priors.values()]
     mean, variance = (np.concatenate([one[i] for one in every], 1) for i in (0, 1))
     noise = np.concatenate([one.noise for one in every])
     d, k = mean.shape[0], mean.shape[2]
     many = Priors(
         np.repeat(mean, j, 1),
-        (variance[:, :, None] * STRENGTHS[:, None]).reshape(d, -1, k),
+        (variance[:, :, None] * strengths[:, None]).reshape(d, -1, k),
         np.repeat(noise, j),
     )
     seen = np.tile(np.repeat(own.seen, j, 1), (1, len(priors)))

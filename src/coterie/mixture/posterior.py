@@ -19,6 +19,13 @@ In these units the objective is 1-convex.
 """
 
 
+MANY_ROWS = 10_000
+NEAR = 0.01
+"""With more than `MANY_ROWS` rows: about how near the mode is found, in standard deviations of the posterior."""
+AT_ONCE = 2**20
+"""How many outputs of all models are worked at together; of one user's with more, rows are taken in turn."""
+
+
 Pair: TypeAlias = tuple[Array, Array, Array]
 """A step, the change of the gradient over it, and one over their product."""
 
@@ -178,10 +185,15 @@ def _minimise(
     z = np.zeros_like(mean)
 
     def value(z: Array) -> tuple[Array, Array]:
-        outputs = outputs_of(rows.inputs, mean + root * z)
-        loss = (family.losses(outputs, targets) * weights).sum(0) + _dot(z, z) / 2
-        slope = (family.predict(outputs) - targets) * weights[..., None]
-        return loss, back_to_parameters(rows.inputs, slope) * root + z
+        at, (_, b, k) = mean + root * z, z.shape
+        loss, slope = _dot(z, z) / 2, np.zeros_like(z)
+        for some in _in_turn(rows, b * k):
+            inputs, aims, weighed = rows.inputs[some], targets[some], weights[some]
+            outputs = outputs_of(inputs, at)
+            loss = loss + (family.losses(outputs, aims) * weighed).sum(0)
+            wrong = (family.predict(outputs) - aims) * weighed[..., None]
+            slope = slope + back_to_parameters(inputs, wrong)
+        return loss, slope * root + z
 
     start = _start(rows, family, mean, root, weights)
     f, g = value(z)
@@ -189,6 +201,8 @@ def _minimise(
     gamma = np.ones(len(left))
     for _ in range(iterations):
         going = _dot(g, g) > tolerance**2
+        if len(weights) > MANY_ROWS:  # then they say far more than the prior
+            going &= _dot(g, gamma[:, None] * _times(start, g)) > NEAR**2
         if not going.all():
             result[:, left] = mean + root * z
             if not going.any():
@@ -232,24 +246,50 @@ def two_loops(g: Array, history: list[Pair], start: Array) -> Array:
     return q
 
 
+def _in_turn(rows: Rows, width: int) -> list[slice]:
+    """Return the rows that are worked at together: all, but of one user with many so many at a time."""
+    n = len(rows.inputs)
+    if rows.inputs.ndim > 2 or n * width <= AT_ONCE:
+        return [slice(None)]
+    size = max(1, AT_ONCE // (4 * width))
+    return [slice(begin, begin + size) for begin in range(0, n, size)]
+
+
 def _start(rows: Rows, family: Family, mean: Array, root: Array, weights: Array) -> Array:
     """Return the inverse Hessian at the start, each output for itself, (B, K, D, D).
 
     Diagonal where D is large.
     """
+    turns, d = _in_turn(rows, mean.shape[1] * mean.shape[2]), rows.inputs.shape[-1]
+    if len(turns) > 1 and d > MOST_COLUMNS:
+        diagonal = np.zeros_like(mean)
+        for some in turns:
+            curved = family.curvature(family.predict(outputs_of(rows.inputs[some], mean)))
+            squares = np.square(rows.inputs[some])
+            diagonal += back_to_parameters(squares, curved * weights[some][..., None])
+        return np.transpose(1 / (1 + diagonal * np.square(root)), (1, 2, 0))[:, :, None]
+    hessian: Array | float = 0.0
+    for some in turns:
+        part = rows if len(turns) == 1 else rows.some(np.arange(len(weights))[some])
+        weighed = _weighed(part, family, mean, root, weights[some])
+        if d > MOST_COLUMNS:
+            inverse: Array = 1 / (1 + np.square(weighed).sum(2, keepdims=True))
+            return inverse
+        hessian = weighed.swapaxes(2, 3) @ weighed + hessian
+    size = 1 + 1e-10 * np.einsum("...ii->...", hessian)  # else one that is huge has no inverse
+    inverse = np.linalg.inv(hessian + size[..., None, None] * np.eye(d))
+    return inverse
+
+
+def _weighed(rows: Rows, family: Family, mean: Array, root: Array, weights: Array) -> Array:
+    """Return the inputs in units of the priors, each by the root of its curvature, (B, K, n, D)."""
     curvature = np.transpose(
         family.curvature(family.predict(outputs_of(rows.inputs, mean))), (1, 2, 0)
     )
     weighed = _inputs_of(rows, len(weights.T)) * np.sqrt(curvature * weights.T[:, None])[..., None]
     weighed *= np.transpose(root, (1, 2, 0))[:, :, None]
-    inverse: Array
-    if (d := rows.inputs.shape[-1]) > MOST_COLUMNS:
-        inverse = 1 / (1 + np.square(weighed).sum(2, keepdims=True))
-    else:
-        hessian = weighed.swapaxes(2, 3) @ weighed
-        size = 1 + 1e-10 * np.einsum("...ii->...", hessian)  # else one that is huge has no inverse
-        inverse = np.linalg.inv(hessian + size[..., None, None] * np.eye(d))
-    return inverse
+    whole: Array = weighed
+    return whole
 
 
 def _times(start: Array, g: Array) -> Array:

@@ -130,11 +130,13 @@ class Part:
         growth: Growth,
         seed: int = 0,
     ) -> None:
-        self.places, self.targets, self.owners, self.weights = places, targets, owners, weights
+        self.places = np.asfortranarray(places)  # a column at a time is read
+        self.targets, self.owners, self.weights = targets, owners, weights
         self.family, self.growth, self.seed = family, growth, seed
         n, c = places.shape
         self.bins, self.total = bins, int(bins.starts[-1])
-        self.missing = np.append(bins.starts[1:-1] - 1, -1)
+        self.missing = np.append(bins.starts[1:-1] - 1, -1).astype(places.dtype)
+        self.any_missing = bool((places == self.missing).any())
         self.hot = csr_array(
             (np.ones(n * c), places.ravel(), np.arange(0, n * c + 1, c)), shape=(n, self.total)
         )
@@ -205,7 +207,7 @@ class Part:
         self._begin()
 
     def _leaves(self, tree: Tree) -> Array:
-        node = np.zeros((len(self.places), len(tree.values)), dtype=np.int64)
+        node = np.zeros((len(self.places), len(tree.values)), dtype=np.int16)
         for splits in tree.levels:
             node = self._children(node, self.places, splits)
         return node
@@ -231,7 +233,7 @@ class Part:
         parts = np.broadcast_arrays(slope, curvature, weights[..., None])
         self.channels = np.stack(parts, -1).reshape(len(mean), -1, 3)
         self.counted = self.channels[..., 2] > 0
-        self.node, self.levels = np.zeros(self.counted.shape, dtype=np.int64), 0
+        self.node, self.levels = np.zeros(self.counted.shape, dtype=np.int16), 0
         self.held_at = -1
 
     def _split(self, splits: Splits) -> None:
@@ -239,13 +241,15 @@ class Part:
         self.levels += 1
 
     def _children(self, node: Array, rows: Array, splits: Splits) -> Array:
-        e = np.arange(node.shape[1])
-        column = splits.column[e, node]
-        place = np.take_along_axis(rows, column, 1)
-        left = place <= splits.place[e, node]
-        missing = place == self.missing[column]
-        left = np.where(missing, splits.missing_left[e, node], left)
-        children: Array = 2 * node + ~left
+        right = np.zeros(node.shape, dtype=bool)
+        for m in range(splits.column.shape[1]):
+            column = splits.column[:, m]
+            place = rows[:, column]
+            goes = place > splits.place[:, m].astype(place.dtype)
+            if self.any_missing:
+                goes = np.where(place == self.missing[column], ~splits.missing_left[:, m], goes)
+            right |= goes & (node == m)
+        children: Array = 2 * node + right
         return children
 
 

@@ -33,7 +33,7 @@ MOST_ELSEWHERE = 100_000
 """The same where peers are elsewhere, who send them all at each level."""
 FOREST = 100
 """Trees of the forest; each sees at most this many rows:"""
-FOREST_ROWS = 10_000
+FOREST_ROWS = 5_000
 GROWTH = Growth()
 
 Data = tuple[Array, Array]
