@@ -18,8 +18,10 @@ SHORTER = {
     "04_hugging_face_and_lora": {"range(150)": "range(3)", '"steps": 40': '"steps": 4'},
 }
 """What is run here in a shorter form, since as it stands it trains a language model, or many runs."""
-PROCESSES = {"05_a_consortium_on_one_machine"}
-"""What starts a server and sites; tests/federation/test_consortium.py runs the same commands."""
+SLOW = {"05_a_consortium_on_one_machine", "10_a_table_for_a_paper"}
+"""What starts a server and sites, or measures many methods.
+
+tests/federation/test_consortium.py and tests/benchmark/test_for_papers.py run the same commands."""
 
 
 def cells(text: str) -> list[str]:
@@ -29,10 +31,8 @@ def cells(text: str) -> list[str]:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_run(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if notebook.stem in PROCESSES and not os.environ.get("COTERIE_SLOW"):
-        pytest.skip(
-            "starts a consortium's processes, as test_consortium.py does; COTERIE_SLOW=1 runs it here too"
-        )
+    if notebook.stem in SLOW and not os.environ.get("COTERIE_SLOW"):
+        pytest.skip("takes minutes: COTERIE_SLOW=1 runs it here too")
     text = notebook.read_text(encoding="utf-8")
     for long, short in SHORTER.get(notebook.stem, {}).items():
         assert text.count(long) == 1
