@@ -328,7 +328,7 @@ def cases(part: str, quick: bool) -> list[tuple[str, tuple[Any, ...]]]:
         "private E-steps": [("neighbours", (20 if quick else 1000, 0))],
         "liars": lied(quick),
         "audit": [
-            (name, (name, 2000 if quick else 20_000)) for name in audit.HONEST | audit.CHEATS
+            (name, (name, 5000 if quick else 20_000)) for name in audit.HONEST | audit.CHEATS
         ],
         "crowd": [
             (f"100 sites, {odd:.0%} of answers odd", (odd, 20 if quick else 200))
