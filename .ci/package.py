@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def check_contents(dist: Path) -> Path:
         str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*") if path.is_file()
     }
     sources = {name for name in sources if "__pycache__" not in name}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    sources |= set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].values())
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

@@ -10,7 +10,9 @@ is killed is one of these: a site; the process of the job at a site (worker) or 
 which `federate run` makes up for; or the server, which is started again.
 
 In the end the same run is made in this process, with each site absent in just the steps that the
-record says. Points of the record (weights, losses, who was left out) and the model must be equal.
+record says. Points of the record (weights, losses, who was left out) and the model after the last
+step must be equal. (What is served is the best of the evaluated steps, and the run made again is
+evaluated at more of them.)
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 import coterie
 from coterie.engines.remote.engine import Remote
@@ -42,6 +43,7 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.federation.lead import RUN, rule_of
 from coterie.federation.participants import lead_participant, peer_of
 from coterie.federation.settings import lead_settings
+from coterie.recording.checkpoint import load_last, saved
 from coterie.tables.fit import fit
 
 _PATH = Path(__file__).parents[1] / "examples" / "consortium.py"
@@ -121,18 +123,29 @@ def again(folder: Path, sites: Sequence[str], end: Any) -> Any:
     )
 
 
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return the model after a run's last step; what is served may be of another step."""
+    state, _ = load_last(saved(folder / "checkpoints"))
+    found: dict[str, Any] = state["learner"]["model"]
+    return found
+
+
 def compare(folder: Path, sites: Sequence[str]) -> None:
     """Print how a run differs from the one that is made again."""
     record = coterie.Record.load(folder / RUN)
     run = again(folder, sites, record.end)
-    found = torch.load(folder / RUN / "model.pt", weights_only=True)
-    apart = max(float((found[n] - v).abs().max()) for n, v in run.model.state_dict().items())
+    ours, inside = (last_state(folder / each) for each in (RUN, "inside"))
+    apart = max(float((ours[n] - v).abs().max()) for n, v in inside.items())
     theirs = {point.step: point for point in run.record.points}
     pairs = [(point, theirs[point.step]) for point in record.points if point.step in theirs]
-    wrong = sum(a.left_out != b.left_out or a.weight != b.weight for a, b in pairs)
+    wrong = sum(
+        any(getattr(a, what) != getattr(b, what) for what in ("left_out", "weight", "validation"))
+        for a, b in pairs
+    )
     stretches = {name: len(each) for name, each in record.end.absent.items()}
     print(f"{record.end.step} steps; absent in stretches: {stretches}; {record.end.left_out}")
-    print(f"the models differ by at most {apart:.1e}; {wrong} of {len(pairs)} points differ")
+    print(f"the models after the last step differ by at most {apart:.1e}; ", end="")
+    print(f"{wrong} of {len(pairs)} points that both recorded differ")
 
 
 def longest_pause(kits: Sequence[Path], since: float) -> float:

@@ -114,6 +114,26 @@ def test_outputs_of_many_models() -> None:
     np.testing.assert_allclose(outputs_of(X, parameters), one_by_one)
 
 
+@pytest.mark.parametrize("family", [SQUARED, LOGISTIC], ids=["squared", "logistic"])
+@pytest.mark.parametrize("n", [3, 20])
+def test_users_in_a_stack_have_the_posteriors_that_each_has_by_itself(
+    family: Family, n: int
+) -> None:
+    """Two users of as many rows, three priors each, rows weighted; fewer rows than columns, and more."""
+    inputs, parameters = RANDOM.normal(size=(2, n, 5)), RANDOM.normal(size=(5, 1))
+    targets = (inputs @ parameters > 0).astype(float)
+    stack, seen = Rows(inputs, targets), RANDOM.uniform(0.2, 1, (n, 6))
+    variance = RANDOM.uniform(0.1, 2, (5, 6, 1))
+    priors = Priors(RANDOM.normal(size=(5, 6, 1)), variance, RANDOM.uniform(0.5, 2, 6))
+    together = posterior(stack, family, priors, seen, tolerance=1e-9, iterations=200)
+    for b in range(6):
+        rows = Rows(inputs[b // 3], targets[b // 3])
+        mine = Priors(priors.mean[:, [b]], variance[:, [b]], priors.noise[[b]])
+        alone = posterior(rows, family, mine, seen[:, [b]], tolerance=1e-9, iterations=200)
+        for one, other in zip(together, alone, strict=True):
+            np.testing.assert_allclose(one[:, [b]], other, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("columns", [3, 60])
 def test_rows_that_are_taken_in_turn_give_the_same_mode(
     columns: int, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from coterie.mixture.answers import FARTHEST, EStep, Sums
-from coterie.mixture.candidates import OwnRows
+from coterie.mixture.candidates import INTERCEPT, OwnRows
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import asks_here, driven
 from coterie.mixture.posterior import Priors, Rows, most_probable
@@ -14,6 +14,8 @@ from coterie.mixture.prior import (
     JOINT,
     POOLED,
     RELAXED,
+    RIDGE,
+    TIMES,
     Heard,
     PriorAnswer,
     PriorQuestion,
@@ -245,3 +247,24 @@ def test_a_prior_that_nobody_answered_stays() -> None:
     kept = maximised(priors, PriorAnswer(zeros(2, 1), np.zeros(1)), np.full((1, 3), 1 / 3))
     for a, b in zip(kept, priors, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_pooled_and_joint_models_are_least_squares_with_ridges() -> None:
+    """The peers' rows, and these beside the own ones at each weight, with the own intercept beside the common one."""
+    centre = np.array([1.0, -0.5, 2.0])
+    users = planted(3, 60, centre, np.full(3, 0.3)) + planted(1, 12, centre + 1, np.zeros(3))
+    for user in users:
+        user.inputs[:, 2] = 1  # the intercept's column; targets are whatever they are
+    *peers, own = users
+    found = driven(find_priors(all_seen(own), SQUARED, 3), asks_here(peers, SQUARED))
+    x, y = (np.concatenate(each) for each in zip(*peers, strict=True))
+    pooled = np.linalg.solve(x.T @ x / len(x) + RIDGE * np.eye(3), x.T @ y / len(x))
+    np.testing.assert_allclose(found.pooled[:, 0], pooled, rtol=0, atol=1e-7)
+    mine, n = np.column_stack([own.inputs, np.ones(12)]), 12
+    for j, times in enumerate(TIMES):
+        everybody = np.column_stack([x, np.zeros(len(x))])
+        ridge = np.diag([RIDGE * (1 + times)] * 3 + [1 / (INTERCEPT * n)])
+        moments = mine.T @ mine / n + times * everybody.T @ everybody / len(x) + ridge
+        w = np.linalg.solve(moments, mine.T @ own.targets / n + times * everybody.T @ y / len(x))
+        w[2] += w[3]
+        np.testing.assert_allclose(found.joint[:, 0, j], w[:3], rtol=0, atol=1e-7)

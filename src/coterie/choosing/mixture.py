@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -236,10 +237,16 @@ def row_size(examples: Examples) -> int:
 
 def fits(examples: Examples, columns: int, outputs: int, family: Family) -> bool:
     """Say whether examples are rows of so many numbers, with targets that the family knows."""
-    if not isinstance(examples, InMemory) or row_size(examples) != columns:
-        return False
-    targets = examples.targets
-    return isinstance(targets, Tensor) and family.fits(targets, outputs)
+    known = _FITS.setdefault(examples, {})
+    if (about := (columns, outputs, family.name)) not in known:
+        held = isinstance(examples, InMemory) and row_size(examples) == columns
+        targets = examples.targets if isinstance(examples, InMemory) and held else None
+        known[about] = isinstance(targets, Tensor) and family.fits(targets, outputs)
+    return known[about]
+
+
+_FITS: WeakKeyDictionary[Examples, dict[tuple[int, int, str], bool]] = WeakKeyDictionary()
+"""What was found of examples, which many runs look at."""
 
 
 def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:

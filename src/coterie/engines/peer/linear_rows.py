@@ -14,6 +14,7 @@ from coterie.mixture.answers import EStep
 from coterie.mixture.families import FAMILIES
 from coterie.mixture.posterior import Rows
 from coterie.trees.histograms import Histograms
+from coterie.users.examples import InMemory
 from coterie.users.user import User
 
 AT_ONCE = 4096
@@ -138,6 +139,13 @@ class LinearRows:
         self, work: AllRows, x: Tensor
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return what goes into the layer, (n, D), and the targets as numbers, (n, K)."""
+        held = self.user.examples
+        if not work.layer and isinstance(held, InMemory) and isinstance(held.inputs, Tensor):
+            layer = self._layer(work)
+            outputs = 1 if layer is None else layer.out_features
+            values = held.targets.detach().cpu().numpy()
+            flat = held.inputs.detach().cpu().double().flatten(1).numpy()
+            return flat, FAMILIES[work.family].targets(values, outputs)
         inputs, targets = [], []
         for some in torch.split(torch.arange(len(self.user)), AT_ONCE):
             batch, answers = self.user.take(some, seed=0, step=0)
