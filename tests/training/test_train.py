@@ -43,6 +43,22 @@ def the_number(model: nn.Module) -> float:
     return float(next(model.parameters()).detach())
 
 
+def test_the_default_rule_weighs_own_examples_beside_those_of_validation() -> None:
+    """Ten own ones outvote one that is held out, at whose number a fixed rule would stop."""
+    own = [9.9, 10.1] * 5
+    run = coterie.train(
+        *(number(0.0), mse_loss, line(own, validation=3.0)),
+        [coterie.User("peer", [[1.0]] * 10, [[value] for value in own])],
+        coterie.AdaptiveAveraging(linear=False),
+        optimizer=torch.optim.SGD,
+        lr=0.05,
+        steps=60,
+        measure=False,
+    )
+    lowest = min(run.record.curve("validation_loss")[1])
+    assert lowest < 4 < 16 < (the_number(run.model) - 3.0) ** 2
+
+
 def test_the_best_model_is_that_of_the_lowest_validation_loss() -> None:
     """The number goes from 0 towards 10 and passes the validation's 3; the test's 9 must not matter."""
     seen: list[float] = []
