@@ -73,6 +73,8 @@ def main() -> None:
     by_seed = {
         str(seed): _scores(rows[rows["seed"] == seed]) for seed in sorted(rows["seed"].unique())
     }
+    if len(by_seed) < 2:
+        parser.error("the results have one seed, and an oracle needs another: `bench --seeds 2`")
     without = {seed: _scores(rows[rows["seed"].astype(str) != seed]) for seed in by_seed}
     together = _scores(rows)
     others = [str(name) for name in together if name not in FORMS]
