@@ -10,7 +10,7 @@ from torch import nn
 from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import FAMILIES, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import fit_here
-from coterie.mixture.mixing import mix, without_small
+from coterie.mixture.mixing import mix, mixed, without_small
 from coterie.mixture.served import MixedPredictions, Predictor, linear_model
 from coterie.tables.models import load_model, save_model
 
@@ -112,3 +112,15 @@ def test_a_mixture_is_saved_loaded_and_trained_on(tmp_path: Path) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+def test_a_rows_weights_are_found_without_its_fold() -> None:
+    """Other targets in one fold change what is told of the rows of every other fold, and of none of its own."""
+    random, folds = np.random.default_rng(0), np.arange(12) % 4
+    outputs, targets = random.normal(size=(12, 3, 1)), random.normal(size=(12, 1))
+    other = np.where(folds[:, None] == 1, targets + 2, targets)
+    prior = np.full(3, 1 / 3)
+    before, after = (mixed(SQUARED, outputs, y, folds, prior) for y in (targets, other))
+    changed = (before.outputs != after.outputs)[:, 0]
+    np.testing.assert_array_equal(changed, folds != 1)
+    assert (before.weights != after.weights).any()
