@@ -5,8 +5,8 @@
 
 Linear models in closed form, all of the same 40 own rows, whose scores are those of folds. Own-only
 is the mixture of the candidates that ask no peer, with the 40 own scores; `ours` is the mixture of
-all, with own scores and those that peers lend; pooled is the pooled model with everybody's scores
-alike. Test rows are all other own rows. `--tables` takes so many of benchmarks/r_tables.py too: the
+all, with own scores (peers lend where these are too few: with fewer rows or more coverage); pooled
+is the pooled model with everybody's scores alike. Test rows are all other own rows. `--tables` takes so many of benchmarks/r_tables.py too: the
 limits of who lends were chosen by looking at the benchmark's sets, and at none of these.
 """
 
@@ -29,7 +29,7 @@ from coterie.mixture.fit import fit_here
 from coterie.mixture.mixing import MixtureEntry
 
 OWN, MORE = 30, 10
-WAYS = ("own-only", "ours, own scores", "ours", "pooled")
+WAYS = ("own-only", "ours", "pooled")
 Rows = tuple[Array, Array]
 
 
@@ -66,7 +66,6 @@ def measured(job: tuple[str, str, str, int, Path, float]) -> dict[str, tuple[flo
     found, pooled = {}, fitted.entries["pooled"]
     for way, entry, by in (
         ("own-only", fitted.alone, None),
-        ("ours, own scores", fitted.served, None),
         ("ours", fitted.served, lent(fitted.served)),
         ("pooled", pooled, lent(pooled)),
     ):

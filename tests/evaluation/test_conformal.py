@@ -58,6 +58,8 @@ def test_peers_with_other_scores_lend_nothing() -> None:
     low, loud = rng.random(200) / 100, 10 * rng.random(200)
     lent = {"alike": np.tile(own, 6), "liar": low, "loud": loud, "none": low[:0]}
     assert Calibration(own, lent).lenders() == ("alike",)
+    assert Calibration(own, lent).threshold(0.9) == Calibration(own).threshold(0.9), "30 are enough"
+    assert Calibration(own[:8], {"alike": own[:8]}).threshold(0.9).lenders == ("alike",)
     assert Calibration(own, {"liar": lent["liar"]}).threshold(0.9) == Calibration(own).threshold(
         0.9
     )
