@@ -6,8 +6,9 @@
 Linear models in closed form, all of the same 40 own rows, whose scores are those of folds. Own-only
 is the mixture of the candidates that ask no peer, with the 40 own scores; `ours` is the mixture of
 all, with own scores (peers lend where these are too few: with fewer rows or more coverage); pooled
-is the pooled model with everybody's scores alike. Test rows are all other own rows. `--tables` takes so many of benchmarks/r_tables.py too: the
-limits of who lends were chosen by looking at the benchmark's sets, and at none of these.
+is the pooled model with everybody's scores alike. Test rows are all other own rows. `--tables`
+takes so many of benchmarks/r_tables.py too: the limits of who lends were chosen by looking at the
+benchmark's sets, and at none of these.
 """
 
 import argparse
