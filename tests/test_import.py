@@ -69,6 +69,8 @@ def test_what_the_help_says_of_a_command_is_what_the_command_says_first() -> Non
 def test_completion_is_installed_and_completes_commands_and_options(tmp_path: Path) -> None:
     source = str(Path(coterie.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "HOME": str(tmp_path), "COMP_CWORD": "1"}
+    # Typer then takes the shell's name, and does not look which shell has started the tests
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
 
     def said(*words: str, **more: str) -> list[str]:
         code = "from coterie.cli import app; app(prog_name='coterie')"

@@ -35,7 +35,7 @@ class CoordinateMedian(Aggregator):
         tensor([1., 3.])
 
     Reference: Yin, Chen, Ramchandran and Bartlett, *Byzantine-Robust Distributed Learning* (2018),
-        Definition 1.
+    Definition 1.
     """
 
     def of(self, points: Points) -> Tensor:
@@ -59,7 +59,7 @@ class TrimmedMean(Tolerant):
         tensor([2.])
 
     Reference: Yin, Chen, Ramchandran and Bartlett, *Byzantine-Robust Distributed Learning* (2018),
-        Definition 2.
+    Definition 2.
     """
 
     def of(self, points: Points) -> Tensor:

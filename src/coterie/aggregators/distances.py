@@ -27,9 +27,8 @@ class Krum(Tolerant):
         tensor([1.])
 
     Reference: Blanchard, El Mhamdi, Guerraoui and Stainer, *Machine Learning with Adversaries*
-        (2017), with one
-    neighbour more than theirs (n − f − 2), as in Allouah et al., *Fixing by Mixing* (2023), and in
-    `byzfl`.
+    (2017), with one neighbour more than theirs (n − f − 2), as in Allouah et al., *Fixing by
+    Mixing* (2023), and in `byzfl`.
     """
 
     uses_distances = True
@@ -88,8 +87,7 @@ class CentredClipping(Aggregator):
         tensor([2.7500])
 
     Reference: Karimireddy, He and Jaggi, *Learning from History for Byzantine Robust Optimization*
-        (2021),
-    Algorithm 2.
+    (2021), Algorithm 2.
     """
 
     radius: float

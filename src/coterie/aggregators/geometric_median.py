@@ -35,9 +35,8 @@ class GeometricMedian(Aggregator):
         tensor([0.5000, 0.5000])
 
     Reference: Vardi and Zhang, *The multivariate L1-median and associated data depth* (2000); as an
-        aggregator,
-    Pillutla, Kakade and Harchaoui, *Robust Aggregation for Federated Learning* (2022), where it is
-    smoothed and not converged.
+    aggregator, Pillutla, Kakade and Harchaoui, *Robust Aggregation for Federated Learning* (2022),
+    where it is smoothed and not converged.
     """
 
     tolerance: float = 1e-8

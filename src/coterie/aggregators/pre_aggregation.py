@@ -31,7 +31,7 @@ class NearestNeighbourMixing(Tolerant):
         tensor([1.])
 
     Reference: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, *Fixing by Mixing* (2023),
-        Algorithm 2.
+    Algorithm 2.
     """
 
     then: Aggregator
@@ -78,8 +78,7 @@ class Bucketing(Aggregator):
         tensor([1., 1.])
 
     Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via
-        Bucketing*
-    (2022), Algorithm 1.
+    Bucketing* (2022), Algorithm 1.
     """
 
     size: int

@@ -110,8 +110,7 @@ class Mimic:
         tensor([[3.]])
 
     Reference: Karimireddy, He and Jaggi, *Byzantine-Robust Learning on Heterogeneous Datasets via
-        Bucketing*
-    (2022).
+    Bucketing* (2022).
     """
 
     row: int = 0

@@ -68,7 +68,7 @@ class CosineSimilarity(_ByAngle):
         (tensor([2., 0.]), ['a', 'b'], tensor([1., 0.]))
 
     Reference: the similarity that Sattler, Müller and Samek, *Clustered Federated Learning* (2021),
-        group by.
+    group by.
     """
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
@@ -99,8 +99,8 @@ class SimilarityGate(_ByAngle):
         tensor([1.5000, 0.0000])
 
     Reference: Du, Czarnecki, Jayakumar, Farajtabar, Pascanu and Lakshminarayanan, *Adapting
-        Auxiliary Losses Using
-    Gradient Similarity* (2018), the unweighted version, with peers for auxiliary losses.
+    Auxiliary Losses Using Gradient Similarity* (2018), the unweighted version, with peers for
+    auxiliary losses.
     """
 
     def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
@@ -130,8 +130,8 @@ class WeightErosion(_Weighing):
         tensor([1.0000, 0.5000])
 
     Reference: Grimberg, Hartley, Jaggi and Karimireddy, *Weight Erosion: an Update Aggregation
-        Scheme for
-    Personalized Collaborative Machine Learning* (2020), without its penalty for small data sets.
+    Scheme for Personalized Collaborative Machine Learning* (2020), without its penalty for small
+    data sets.
     """
 
     penalty: float = 0.01
@@ -211,8 +211,7 @@ class MirrorDescent(_ByGain):
         (['', 'a', 'b'], tensor([0.4683, 0.4683, 0.0634], dtype=torch.float64))
 
     Reference: Tupitsa, Horváth, Takáč and Gorbunov, *Federated Learning Can Find Friends That Are
-        Advantageous*
-    (MeritFed, 2024).
+    Advantageous* (MeritFed, 2024).
     """
 
     rate: float = 0.1
@@ -246,8 +245,7 @@ class FirstOrder(_ByGain):
         [0.5, 0.5, 0.0]
 
     Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, *Personalized Federated Learning with First
-        Order Model
-    Optimization* (FedFomo, 2021).
+    Order Model Optimization* (FedFomo, 2021).
     """
 
     memory: float = 0.9

@@ -48,7 +48,7 @@ class Constants:
         (20.0, 25.0)
 
     Reference: assumptions A1–A5, and both relaxed forms of A5 in Appendix B (the final one
-        corrected).
+    corrected).
     """
 
     smoothness: Numbers

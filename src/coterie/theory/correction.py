@@ -77,7 +77,7 @@ def correction_bound(
         0.0276
 
     Reference: Theorem 3; what is printed does not hold, see `docs/errata.md` for that and for the
-        proof.
+    proof.
     """
     alpha, steps = check_alpha(alpha), check_steps(steps)
     lr = check_lr(lr, 1 / problem.smoothness, "must not exceed 1/L")
@@ -326,7 +326,7 @@ def auxiliary_bound(
         0.0250
 
     Reference: Chayti and Karimireddy, arXiv:2206.00395; the proof here is our own, in
-        `docs/theory.md`.
+    `docs/theory.md`.
     """
     rate, local_steps = as_numbers("rate", rate), as_numbers("local_steps", local_steps)
     rounds = check_steps(rounds)

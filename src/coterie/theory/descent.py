@@ -108,8 +108,7 @@ class Descent:
             0.0587 0.0341
 
         Reference: the minimum of the bound in Appendix C.2, which the paper approximates with a
-            logarithm
-        (printed with an argument that is not dimensionless).
+        logarithm (printed with an argument that is not dimensionless).
         """
         steps, rho = check_steps(steps), self._rate()
         noise = self.smoothness * self.noise**2

@@ -168,7 +168,7 @@ def best_corrected_peers(
         [0.5, 0.0, 0.5]
 
     Reference: Theorem 3, corrected; the paper asks for a mechanism that selects peers of small δ
-        and gives none.
+    and gives none.
     """
     n = len(np.asarray(peers.peer_noise))
     ranks = np.argsort(np.argsort(np.asarray(peers.hessian_gap), kind="stable"))

@@ -23,8 +23,7 @@ def data_interpolation(me: User, peers: Sequence[User], mixing: float) -> Weight
             chooses it by cross-validation; `AdaptiveAveraging` does so for α.
 
     Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to
-        federated
-    learning, arXiv:2002.10619, 2020, section 4.
+    federated learning, arXiv:2002.10619, 2020, section 4.
 
     Example:
         >>> small, large = User("me", [[0.0]] * 10, range(10)), User("a", [[0.0]] * 30, range(30))

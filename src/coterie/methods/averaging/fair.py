@@ -92,7 +92,7 @@ class QFFL(LocalSteps):
         q: how much the worst users count.
 
     Reference: Li, Sanjabi, Beirami, Smith, Fair resource allocation in federated learning, ICLR
-        2020, Algorithm 2.
+    2020, Algorithm 2.
 
     Example:
         >>> QFFL(local_steps=5, q=2.0).gradients_a_round

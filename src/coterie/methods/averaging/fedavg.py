@@ -46,8 +46,7 @@ class FedAvg(LocalSteps):
             a robust one limits the influence of a few bad users.
 
     Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized
-        data, AISTATS
-    2017.
+    data, AISTATS 2017.
 
     Example:
         >>> FedAvg(local_steps=5).gradients_a_round

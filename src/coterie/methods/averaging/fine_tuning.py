@@ -32,7 +32,7 @@ class FineTuning:
         together: the method that trains one model for all.
 
     Reference: Wang et al., Federated evaluation of on-device personalization, arXiv:1910.10252,
-        2019.
+    2019.
 
     Example:
         >>> FineTuning(rounds=40, together=FedAvg(5)).gradients_a_round

@@ -32,8 +32,7 @@ def averaging_weights(
         grain: `"fine"`, one weight for each user, or `"coarse"`, one for all others together.
 
     Reference: Donahue, Kleinberg, Model-sharing games: analyzing federated learning under voluntary
-        participation,
-    AAAI 2021, lemmas on coarse-grained and fine-grained federation.
+    participation, AAAI 2021, lemmas on coarse-grained and fine-grained federation.
 
     Example:
         >>> averaging_weights([10, 10, 40], noise=1.0, spread=0.1).round(3).tolist()

@@ -27,8 +27,7 @@ class Sampled:
         peers: how many take part in a round.
 
     Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized
-        data, AISTATS
-    2017, the fraction C of clients.
+    data, AISTATS 2017, the fraction C of clients.
 
     Example:
         >>> from coterie.methods import FedAvg

@@ -16,18 +16,14 @@ from coterie.rules import State
 class APFL(LocalSteps):
     """Train an own model so that its mixture with the common model is good for the user.
 
-        w_k ← w, then K times, from the same batch and the old values, u_k = a_k v_k + (1 − a_k)
-        w_k:
+        w_k ← w, then K times, from one batch and the old values, u_k = a_k v_k + (1 − a_k) w_k:
             w_k ← w_k − η g_k(w_k),    v_k ← v_k − η a_k g_k(u_k)
-            a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]                (learned; the first
-            of the K times)
+            a_k ← a_k − η ⟨v_k − w_k, g_k(u_k)⟩,  kept in [0, 1]      (learned; the first of K)
         w ← mean_k w_k
 
     The personal model is a_k v_k + (1 − a_k) w. v_k is unconstrained, so for any a_k > 0 the
-    mixture can be any
-    model: with K = 1 it converges to the user's own optimum, as training alone does. With K > 1 it
-        converges near
-    it, since w_k moves within a round.
+    mixture can be any model: with K = 1 it converges to the user's own optimum, as training alone
+    does. With K > 1 it converges near it, since w_k moves within a round.
 
     a_k is updated at the start of a round, where w_k is the common model. It often runs to 0 or 1
     early: v_k takes steps a_k times as long as those of w_k, so it lags behind, and w_k seems
@@ -39,8 +35,7 @@ class APFL(LocalSteps):
         learned: whether a_k is updated.
 
     Reference: Deng, Kamani, Mahdavi, Adaptive personalized federated learning, arXiv:2003.13461,
-        2020, Algorithm 1
-    and the section on adaptive mixing.
+    2020, Algorithm 1 and the section on adaptive mixing.
 
     Example:
         >>> APFL(local_steps=5).gradients_a_round
@@ -107,8 +102,7 @@ class Mapper(LocalSteps):
         mixings: the values of a to choose from, in [0, 1].
 
     Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to
-        federated
-    learning, arXiv:2002.10619, 2020, section 5, algorithm MAPPER.
+    federated learning, arXiv:2002.10619, 2020, section 5, algorithm MAPPER.
 
     Example:
         >>> Mapper(local_steps=5).gradients_a_round

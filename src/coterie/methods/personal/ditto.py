@@ -29,7 +29,7 @@ class Ditto:
         personal_steps: S.
 
     Reference: Li et al., Ditto: fair and robust federated learning through personalization, ICML
-        2021, Algorithm 1.
+    2021, Algorithm 1.
 
     Example:
         >>> Ditto(penalty=0.1, together=FedAvg(5), personal_steps=5).gradients_a_round

@@ -32,8 +32,7 @@ class FedALA(LocalSteps):
         weight_steps: S.
 
     Reference: Zhang, Hua, Wang, Song, Xue, Ma, Guan, FedALA: adaptive local aggregation for
-        personalized federated
-    learning, AAAI 2023; the update of W_k is that of the authors' code.
+    personalized federated learning, AAAI 2023; the update of W_k is that of the authors' code.
 
     Example:
         >>> FedALA(local_steps=5).gradients_a_round

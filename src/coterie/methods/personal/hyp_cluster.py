@@ -36,8 +36,7 @@ class HypCluster(LocalSteps):
             itself.
 
     Reference: Mansour, Mohri, Ro, Suresh, Three approaches for personalization with applications to
-        federated
-    learning, arXiv:2002.10619, 2020, section 3, algorithm HypCluster. Ghosh, Chung, Yin,
+    federated learning, arXiv:2002.10619, 2020, section 3, algorithm HypCluster. Ghosh, Chung, Yin,
     Ramchandran, An efficient framework for clustered federated learning, NeurIPS 2020, Algorithm 1,
     model averaging.
 

@@ -35,8 +35,7 @@ class L2GD(LocalSteps):
         probability: p, in (0, 1); there are Kp exchanges a round on average.
 
     Reference: Hanzely, Richtárik, Federated learning of a mixture of global and local models,
-        arXiv:2002.05516,
-    2020, Algorithm 1.
+    arXiv:2002.05516, 2020, Algorithm 1.
 
     Example:
         >>> L2GD(local_steps=5, penalty=0.1).gradients_a_round

@@ -33,8 +33,8 @@ class PerFedAvg(LocalSteps):
         difference: δ of the Hessian-free variant; first order when None.
 
     Reference: Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical
-        guarantees: a
-    model-agnostic meta-learning approach, NeurIPS 2020, Algorithm 1 and its two approximations.
+    guarantees: a model-agnostic meta-learning approach, NeurIPS 2020, Algorithm 1 and its two
+    approximations.
 
     Example:
         >>> PerFedAvg(local_steps=5).gradients_a_round, PerFedAvg(5, difference=1e-3).gradients_a_round

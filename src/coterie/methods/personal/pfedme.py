@@ -32,8 +32,7 @@ class PFedMe(LocalSteps):
         server_lr: β.
 
     Reference: T. Dinh, Tran, Nguyen, Personalized federated learning with Moreau envelopes, NeurIPS
-        2020, Algorithm
-    1.
+    2020, Algorithm 1.
 
     Example:
         >>> PFedMe(local_steps=2, inner_steps=5).gradients_a_round

@@ -63,8 +63,7 @@ class FedPer(_SharedPart):
             parameter, the bias.
 
     Reference: Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization
-        layers,
-    arXiv:1912.00818, 2019.
+    layers, arXiv:1912.00818, 2019.
 
     Example:
         >>> FedPer(local_steps=5, head=["classifier"]).gradients_a_round
@@ -110,8 +109,7 @@ class FedRep(_SharedPart):
         head: as in `FedPer`.
 
     Reference: Collins, Hassani, Mokhtari, Shakkottai, Exploiting shared representations for
-        personalized federated
-    learning, ICML 2021, Algorithm 1.
+    personalized federated learning, ICML 2021, Algorithm 1.
 
     Example:
         >>> FedRep(local_steps=1, head_steps=5).gradients_a_round
@@ -158,8 +156,7 @@ class FedBN(_SharedPart):
         local_steps: K.
 
     Reference: Li, Jiang, Zhang, Kamp, Dou, FedBN: federated learning on non-IID features via local
-        batch
-    normalization, ICLR 2021.
+    batch normalization, ICLR 2021.
 
     Example:
         >>> FedBN(local_steps=5).gradients_a_round

@@ -35,9 +35,8 @@ class AffPCL(LocalSteps):
         beta: β, the rate at which c_k follows, in [0, 1].
 
     Reference: Zhang and Azizan, Personalized collaborative learning with affinity-based variance
-        reduction, ICLR
-    2026, arXiv:2510.16232. Their text was not at hand: this form follows the abstract and a summary
-    of the method.
+    reduction, ICLR 2026, arXiv:2510.16232. Their text was not at hand: this form follows the
+    abstract and a summary of the method.
 
     Example:
         >>> AffPCL(local_steps=5).gradients_a_round

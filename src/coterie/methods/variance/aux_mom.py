@@ -27,8 +27,8 @@ class AuxMom(LocalSteps):
         rate: a, in (0, 1]; 1 forgets all former rounds.
 
     Reference: Chayti and Karimireddy, Optimization with access to auxiliary information,
-        arXiv:2206.00395, AuxMOM.
-    Its text was not at hand: this form follows the abstract and a summary.
+    arXiv:2206.00395, AuxMOM. Its text was not at hand: this form follows the abstract and a
+    summary.
 
     Example:
         >>> AuxMom(local_steps=5).gradients_a_round

@@ -31,9 +31,8 @@ class Mime(LocalSteps):
         lite: omit the correction, which halves the number of gradients.
 
     Reference: Karimireddy et al., Breaking the centralized barrier for cross-device federated
-        learning, NeurIPS
-    2021 (Mime: mimicking centralized stochastic algorithms in federated learning, 2020), Algorithm
-    1.
+    learning, NeurIPS 2021 (Mime: mimicking centralized stochastic algorithms in federated learning,
+    2020), Algorithm 1.
 
     Example:
         >>> Mime(local_steps=5).gradients_a_round, Mime(local_steps=5, lite=True).gradients_a_round

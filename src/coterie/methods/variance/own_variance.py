@@ -29,8 +29,7 @@ class SVRG(OwnVariance):
         local_steps: K, the number of steps between two passes over all examples.
 
     Reference: Johnson and Zhang, Accelerating stochastic gradient descent using predictive variance
-        reduction,
-    NeurIPS 2013.
+    reduction, NeurIPS 2013.
 
     Example:
         >>> SVRG(local_steps=10).gradients_a_round
@@ -77,9 +76,8 @@ class SAGA(OwnVariance):
         biased: use SAG, not SAGA.
 
     Reference: Defazio, Bach and Lacoste-Julien, SAGA: a fast incremental gradient method, NeurIPS
-        2014. Schmidt, Le
-    Roux and Bach, Minimizing finite sums with the stochastic average gradient, Math. Programming
-    2017.
+    2014. Schmidt, Le Roux and Bach, Minimizing finite sums with the stochastic average gradient,
+    Math. Programming 2017.
 
     Example:
         >>> SAGA(local_steps=10).gradients_a_round
@@ -137,9 +135,8 @@ class MVR(OwnVariance):
         rate: a, the weight of the new gradient, in (0, 1].
 
     Reference: Cutkosky and Orabona, Momentum-based variance reduction in non-convex SGD (STORM),
-        NeurIPS 2019.
-    Tran-Dinh et al., A hybrid stochastic optimization framework for composite nonconvex
-    optimization, 2019.
+    NeurIPS 2019. Tran-Dinh et al., A hybrid stochastic optimization framework for composite
+    nonconvex optimization, 2019.
 
     Example:
         >>> MVR(local_steps=10).gradients_a_round

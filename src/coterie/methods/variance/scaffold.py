@@ -31,8 +31,7 @@ class Scaffold(LocalSteps):
         server_lr: η_g.
 
     Reference: Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning,
-        ICML 2020,
-    Algorithm 1, equations 3–5.
+    ICML 2020, Algorithm 1, equations 3–5.
 
     Example:
         >>> Scaffold(local_steps=5).gradients_a_round

@@ -31,8 +31,7 @@ class FedAMP(LocalSteps):
         step: α.
 
     Reference: Huang et al., Personalized cross-silo federated learning on non-IID data, AAAI 2021,
-        Algorithm 1,
-    with K plain steps for the exact minimum; A is the paper's 1 − exp(−z/s).
+    Algorithm 1, with K plain steps for the exact minimum; A is the paper's 1 − exp(−z/s).
 
     Example:
         >>> FedAMP(local_steps=5).gradients_a_round

@@ -33,8 +33,7 @@ class FedFomo(LocalSteps):
             `"mine"`.
 
     Reference: Zhang, Sapra, Fidler, Yeung and Alvarez, Personalized federated learning with first
-        order model
-    optimization, ICLR 2021, equations 3 and 4.
+    order model optimization, ICLR 2021, equations 3 and 4.
 
     Example:
         >>> FedFomo(local_steps=5).gradients_a_round

@@ -32,8 +32,7 @@ class Selfish(LocalSteps):
         alpha: α, the external users' weight, in [0, 1]; when None, all users have equal weight.
 
     Reference: The setting of Luo, Hu and Yu, Rethinking client reweighting for selfish federated
-        learning, 2021;
-    the corrections of Karimireddy et al., SCAFFOLD, ICML 2020.
+    learning, 2021; the corrections of Karimireddy et al., SCAFFOLD, ICML 2020.
 
     Example:
         >>> Selfish(local_steps=5, internal=("ward 3",)).gradients_a_round

@@ -35,8 +35,7 @@ class UserCentric(LocalSteps):
         blocks: B, the gradients that a user computes before the first round.
 
     Reference: Mestoukirdi, Zecchin, Gesbert, Li and Gresset, User-centric federated learning, 2021,
-        whose n_j are
-    here the numbers of examples too.
+    whose n_j are here the numbers of examples too.
 
     Example:
         >>> UserCentric(local_steps=5).gradients_a_round

@@ -20,18 +20,17 @@ AVERAGED_ROUNDS = 3
 class Waffle(LocalSteps):
     """Weigh SCAFFOLD's updates by their distance from user 0's, more strictly as the rounds go by.
 
-        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c);   c_k⁺ = c_k − c + (x − x_k) /
-        (Kη) D_k = ‖x_k − x_0‖²,  m and M the least and the largest of the peers' D_0 = m (1 − (1 −
-        Ω)(M − m)/M),   Ω = 1 / (1 + exp(s (2r/R − 1))) in round r of R a_k ∝ max(0, Ω − (D_k −
-        D_0)/(M − D_0)), to sum 1 and averaged over the last 3 rounds x ← x + Σ a_k (x_k − x),
-        c ← c + Σ a_k (c_k⁺ − c_k)
+        x_k ← x, then K times  x_k ← x_k − η (g_k(x_k) − c_k + c)
+        c_k⁺ = c_k − c + (x − x_k) / (Kη)
+        D_k = ‖x_k − x_0‖²,  m and M the least and the largest of the peers'
+        D_0 = m (1 − (1 − Ω)(M − m)/M),   Ω = 1 / (1 + exp(s (2r/R − 1))) in round r of R
+        a_k ∝ max(0, Ω − (D_k − D_0)/(M − D_0)), to sum 1 and averaged over the last 3 rounds
+        x ← x + Σ a_k (x_k − x),      c ← c + Σ a_k (c_k⁺ − c_k)
 
     Ω decreases from nearly 1 to nearly 0: from nearly all users to user 0 alone. c still depends on
-    the earlier
-    weights: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. After the first rounds
-        the corrections
-    remove the differences between gradients: D_k then measures curvature and noise. All users take
-    part in every round.
+    the earlier weights: in the end ∇f_0(x) = c_0 − c, which is not 0 where users differ. After the
+    first rounds the corrections remove the differences between gradients: D_k then measures
+    curvature and noise. All users take part in every round.
 
     Args:
         rounds: R; `steps` of `coterie.train`.
@@ -39,9 +38,8 @@ class Waffle(LocalSteps):
         slope: s, how fast Ω decreases.
 
     Reference: Beaussart, Grimberg, Hartley and Jaggi, WAFFLE: weighted averaging for personalized
-        federated
-    learning, 2021, which combines SCAFFOLD with the weight erosion of Grimberg et al. 2020
-    (`similarity.WeightErosion`).
+    federated learning, 2021, which combines SCAFFOLD with the weight erosion of Grimberg et al.
+    2020 (`similarity.WeightErosion`).
 
     Example:
         >>> [round(Waffle(rounds=100).share(r), 3) for r in (0, 50, 100)]
