@@ -27,10 +27,10 @@ from torch.nn.functional import cross_entropy
 import coterie
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ghost_norms import clipped_sum_by_layer
 from coterie.engines.peer.private_gradients import PrivateGradients
-from coterie.engines.requests import Request
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event
 from coterie.privacy.noise import clipped_sum, noisy

@@ -21,9 +21,8 @@ import numpy as np
 import r_tables
 import torch
 
-from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
+from coterie.benchmark.tasks import CONDITIONS, candidates, task_of
 from coterie.evaluation.conformal import Calibration, scores, scores_of_losses
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import fit_here

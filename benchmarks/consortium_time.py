@@ -31,8 +31,8 @@ import psutil
 import coterie
 from coterie.engines.remote.sites import Replies
 from coterie.errors import CoterieError
+from coterie.federation.jobs import CollabSites
 from coterie.federation.lead import RUN
-from coterie.federation.lead_job import CollabSites
 from coterie.federation.supervision import follow, session_of
 
 DELAY = "COTERIE_BENCHMARK_DELAY"

@@ -33,11 +33,18 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
-from coterie.federation.job import LEAD_CLASS, SITE_CLASS, write_job
-from coterie.federation.lead_job import CollabSites
+from coterie.federation.jobs import CollabSites
 from coterie.federation.manifest import Kit
 from coterie.federation.provisioning import LEAD, Consortium, provision
-from coterie.federation.workspace import server_command, site_command, site_workspace, surroundings
+from coterie.federation.workspace import (
+    SERVER_CLASS,
+    SITE_CLASS,
+    server_command,
+    site_command,
+    site_workspace,
+    surroundings,
+    write_job,
+)
 from coterie.gradients.parameters import Parameters
 from engines import PEERS, ROUNDS, Flat, timed, user
 
@@ -120,8 +127,10 @@ class User0:
         """Measure, and write the medians in milliseconds."""
         torch.set_num_threads(1)
         model, plain = Flat(self.d), Flat(self.d)
+        sites = CollabSites()
+        sites.wait_until_there()
         how: dict[str, Any] = {
-            "sites": CollabSites(),
+            "sites": sites,
             "names": NAMES,
             "batch_size": 4,
             "timeout": 60,
@@ -213,8 +222,8 @@ def deployed(
 def _job(folder: Path, module: str, lead: dict[str, Any], site: dict[str, Any]) -> Path:
     job = write_job(folder / "job", NAMES)
     for side, ours, kind, args in (
-        ("server", LEAD_CLASS, "User0", lead),
-        ("client", SITE_CLASS, "Site", site),
+        ("server", SERVER_CLASS[False], "User0", lead),
+        ("client", SITE_CLASS[False], "Site", site),
     ):
         path = job / "app" / "config" / f"config_fed_{side}.json"
         config = json.loads(path.read_text(encoding="utf-8"))

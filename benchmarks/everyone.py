@@ -28,9 +28,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import coterie
-from coterie.benchmark.population import Population
-from coterie.benchmark.sets import school, wisdm
-from coterie.benchmark.tasks import candidates
+from coterie.benchmark.sets import tables
+from coterie.benchmark.tasks import Population, candidates
 from coterie.data.preparation import Kind
 
 RULES: dict[str, Any] = {"adaptive": None, "wga": coterie.WeightedAveraging(0.5)}
@@ -59,12 +58,12 @@ def of(people: Population, own_examples: int, most: int = 20) -> list[coterie.Us
 
 def people_of_wisdm(data: Path) -> tuple[list[coterie.User], int]:
     """Return 20 people, and how many activities there are."""
-    return of(wisdm.read(data / "wisdm_activity"), 30), len(wisdm.ACTIVITIES)
+    return of(tables.wisdm(data / "wisdm_activity"), 30), len(tables.ACTIVITIES)
 
 
 def schools(data: Path) -> tuple[list[coterie.User], int]:
     """Return 20 schools, whose targets are numbers."""
-    return of(school.read(data / "school_exam"), 20), 0
+    return of(tables.school(data / "school_exam"), 20), 0
 
 
 SETS = {"digits": digits, "wisdm": people_of_wisdm, "school": schools}

@@ -26,9 +26,9 @@ from coterie.data import digits_by_writer
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.messages import answer_message
+from coterie.engines.remote.responder import answer_message
 from coterie.engines.remote.sites import Replies
-from coterie.federation.lead_job import CollabSites
+from coterie.federation.jobs import CollabSites
 
 F = TypeVar("F", bound=Callable[..., Any])
 main: Callable[[F], F] = collab.main
@@ -112,6 +112,7 @@ class User0:
     def run(self) -> None:
         """Train with every latency and kind, and write what it took."""
         torch.set_num_threads(1)
+        CollabSites().wait_until_there()
         target = min(self.trained(0.0, (1, 1), 0.0)["losses"]) * 1.02
         runs = []
         for latency in self.latencies:

@@ -1,13 +1,14 @@
 """What is killed and started again: how soon sites are asked, and whether the run is what it says.
 
-    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0] [--who site worker lead server]
+    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0] [--minutes 30] [--who site worker lead server]
 
 Three sites and user 0 on this machine, over NVFLARE with mutual TLS (examples/consortium.py). At a
 random step one site is killed (SIGKILL, with all its processes) and, after the pause, started
-again. A row is one time: the step, the seconds from its start to its connection, from there to its
-first answer, and the longest time that the others were not asked for meanwhile. With `--who` what
-is killed is one of these: a site; the process of the job at a site (worker) or at user 0 (lead),
-which `federate run` makes up for; or the server, which is started again.
+again. A row is one time: the step, the seconds from its start to its connection and to its first
+answer, the processor time of its processes until then, the longest time that the others were not
+asked for meanwhile, and the load of the machine. With `--who` what is killed is one of these: a
+site; the process of the job at a site (worker) or at user 0 (lead), which is started again by
+itself; or the server, which is started again. After so many minutes nothing more is killed.
 
 In the end the same run is made in this process, with each site absent in just the steps that the
 record says. Points of the record (weights, losses, who was left out) and the model after the last
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -55,6 +57,18 @@ _SPEC.loader.exec_module(consortium)
 
 OPTIONS = ["--rule", "wga", "--own-examples", "40", "--timeout", "5"]
 OPTIONS += ["--steps", "100000"]
+COLUMNS = (
+    "killed",
+    "at step",
+    "connected, s",
+    "asked, s",
+    "at step",
+    "processor, s",
+    "others waited, s",
+    "load",
+)
+WITHIN = 10.0
+"""How soon a site should be asked again."""
 LIFTED = "gradients = inf"
 """In place of a site's cap."""
 
@@ -163,11 +177,40 @@ def longest_pause(kits: Sequence[Path], since: float) -> float:
 
 def job_of(party: psutil.Process) -> psutil.Process:
     """Return the process of a job that is under way at a party: the oldest of those that loaded for one."""
-    there = [p for p in party.children(recursive=True) if "coterie.federation.spare" in p.cmdline()]
+    there = [
+        p for p in party.children(recursive=True) if "coterie.federation.launching" in p.cmdline()
+    ]
     return min(there, key=psutil.Process.create_time)
 
 
-def main(times: int, seed: int, pause: float, who: Sequence[str]) -> None:
+def processor_seconds(process: psutil.Process) -> float:
+    """Return the processor time of a process and all its children."""
+    seconds = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+def told(took: Sequence[float]) -> None:
+    """Print how soon sites were asked again."""
+    within = sum(seconds <= WITHIN for seconds in took)
+    print(f"\nasked again within {WITHIN:g} s: {within} of {len(took)}; ", end="")
+    print(f"median {np.median(took):.1f} s, longest {max(took):.1f} s")
+
+
+def end_soon(folder: Path, run: Sequence[str]) -> None:
+    """Stop the run, and let it end ten steps later."""
+    subprocess.run([*consortium.COTERIE, "stop", str(folder)], check=True)  # noqa: S603
+    until(lambda: "--resume" in (folder / "said.txt").read_text(), "the stop")
+    steps = coterie.Record.load(folder / RUN).end.step + 10
+    text = (folder / "coterie.toml").read_text(encoding="utf-8")
+    (folder / "coterie.toml").write_text(text.replace("steps = 100000", f"steps = {steps}"))
+    subprocess.run([*run, "--resume"], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+
+
+def main(times: int, seed: int, pause: float, minutes: float, who: Sequence[str]) -> None:
     """Kill, start and print."""
     rng, folder = np.random.default_rng(seed), Path(tempfile.mkdtemp()) / "trial"
     sites = consortium.set_up(folder, consortium.hospitals(None), "va", OPTIONS)
@@ -181,8 +224,10 @@ def main(times: int, seed: int, pause: float, who: Sequence[str]) -> None:
         run = [*consortium.COTERIE, "run", str(folder)]
         life.enter_context(consortium.started(run))
         waited = until(lambda: all(answers(kit) > 20 for kit in kits), "the run's start")
-        print(f"first answers after {waited:.1f} s", flush=True)
-        for k in range(times):
+        print(f"first answers after {waited:.1f} s\n", flush=True)
+        print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+        began, took = time.monotonic(), list[float]()
+        while len(took) < times and time.monotonic() - began < 60 * minutes:
             which = int(rng.integers(len(sites)))
             kit, said = kits[which], kits[which] / "said.txt"
             until(partial(has_answered, kit, answers(kit) + int(rng.integers(10, 200))), "steps")
@@ -195,7 +240,7 @@ def main(times: int, seed: int, pause: float, who: Sequence[str]) -> None:
                 job_of(server if kind == "lead" else processes[which]).kill()
             step, before = step_of(kit), {each: answers(each) for each in kits}
             time.sleep(pause)
-            up = 0.0
+            up, started = 0.0, time.monotonic()
             if kind == "site":
                 (processes[which],) = life.enter_context(consortium.started(commands[1 + which]))
                 up = until(lambda said=said: "connected to the server" in said.read_text(), "it")  # type: ignore[misc]
@@ -203,26 +248,21 @@ def main(times: int, seed: int, pause: float, who: Sequence[str]) -> None:
                 (server,) = life.enter_context(consortium.started(commands[0]))
             # those who were not killed may have been about to answer
             back = {kit: 0} if kind == "site" else dict.fromkeys(kits, 3)
-            asked = until(
+            until(
                 lambda more=before, back=back: all(  # type: ignore[misc]
                     has_answered(each, more[each] + least) for each, least in back.items()
                 ),
                 "asking it",
             )
+            took.append(time.monotonic() - started)
+            spent = processor_seconds(processes[which]) if kind == "site" else math.nan
             others = [other for other in kits if other != kit]
             what = sites[which] if kind == "site" else f"the {kind}"
-            print(
-                f"{k + 1}: {what} killed at step {step}: connected after {up:.1f} s, asked"
-                f" {asked:.1f} s later, at step {step_of(kit)}; the others waited at most"
-                f" {longest_pause(others, since):.1f} s (load {os.getloadavg()[0]:.0f})",
-                flush=True,
-            )
-        subprocess.run([*consortium.COTERIE, "stop", str(folder)], check=True)  # noqa: S603
-        until(lambda: "--resume" in (folder / "said.txt").read_text(), "the stop")
-        steps = coterie.Record.load(folder / RUN).end.step + 10
-        text = (folder / "coterie.toml").read_text(encoding="utf-8")
-        (folder / "coterie.toml").write_text(text.replace("steps = 100000", f"steps = {steps}"))
-        subprocess.run([*run, "--resume"], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+            row = [what, step, f"{up:.1f}", f"{took[-1]:.1f}", step_of(kit), f"{spent:.1f}"]
+            row += [f"{longest_pause(others, since):.1f}", f"{os.getloadavg()[0]:.0f}"]
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
+        told(took)
+        end_soon(folder, run)
     compare(folder, sites)
 
 
@@ -232,6 +272,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     kinds = ("site", "worker", "lead", "server")
     parser.add_argument("--who", nargs="+", choices=kinds, default=["site"])

@@ -29,9 +29,8 @@ import pandas as pd
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge, RidgeCV
 from sklearn.preprocessing import StandardScaler
 
-from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.tasks import candidates, task_of
+from coterie.benchmark.tasks import CONDITIONS, candidates, task_of
 from coterie.data.preparation import Preparation
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
 from coterie.mixture.fit import fit_here

@@ -17,8 +17,8 @@ import torch
 from users_in_turn import options, problem_of, users_of
 
 import coterie
-from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.sets import SETS
+from coterie.benchmark.tasks import CONDITIONS
 from coterie.engines.attacks import Attacked, Scaled
 from coterie.gradients.norm_bound import AGAINST
 

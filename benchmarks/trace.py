@@ -136,11 +136,11 @@ def traced(
     return walks
 
 
-def sites(model: nn.Module, loss: Any, me: coterie.User, peers: Any, **how: Any) -> Remote:
+def sites(model: nn.Module, loss: Any, me: coterie.User, peers: Any, **options: Any) -> Remote:
     """Return an engine over sites in this process."""
     task = coterie.data.digits_by_writer(me=0, own_examples=30)
     held = {peer.name: Peer(peer, Passes(model, loss)) for peer in task.peers}
-    return Remote(model, loss, me, sites=LocalSites(held), names=list(held), **how)
+    return Remote(model, loss, me, sites=LocalSites(held), names=list(held), **options)
 
 
 def main() -> None:

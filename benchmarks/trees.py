@@ -3,6 +3,7 @@
     coterie --import benchmarks/r_tables.py bench --data DIR --sets heart,school,r-exam
         --methods sklearn-alone,sklearn-forest,sklearn-trees,mixture,mixture-trees --users 8 --out bench
     python benchmarks/trees.py bench
+    python benchmarks/trees.py --sets heart,school,r-exam --data DIR --users 2
     python benchmarks/trees.py --rows 200000 --columns 50 --users 8 [--own 0]
 
 By condition the mean over sets of `mixture-trees` less each rival, ± the standard error between
@@ -11,7 +12,10 @@ better). "Alone" is in every cell (a set and a condition) the better of the stro
 the forest by the mean score, known in hindsight. Last, the cells where the default is worse, or
 better, than that by three standard errors over users. It reads the cells that are done.
 
-Without a folder: processor seconds of all of coterie's tree candidates, folds included, beside one
+With `--sets`: the same default with other trees, on the same users, as means over sets of the score
+less that of the default, and of the log loss or squared error.
+
+Without either: processor seconds of all of coterie's tree candidates, folds included, beside one
 fit of scikit-learn's `HistGradientBoostingRegressor` on the pooled table with the user as a
 category, in one run. User 0 has as many of the rows as each peer, or `--own`.
 """
@@ -19,6 +23,8 @@ category, in one run. User 0 has as many of the rows as each peer, or `--own`.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import time
 from pathlib import Path
@@ -26,16 +32,35 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import r_tables  # noqa: F401  # registers its sets
 from sklearn.ensemble import HistGradientBoostingRegressor
 
+from coterie.benchmark import tasks
+from coterie.benchmark.sets import SETS, load
+from coterie.benchmark.tools import TOOLS, Tool, closed_form
 from coterie.mixture.candidates import folds_of
 from coterie.mixture.families import SQUARED
+from coterie.trees.boosting import Growth
 from coterie.trees.tree_candidates import candidates
 
 OURS = "mixture-trees"
 ALONE = ["sklearn-alone", "sklearn-forest"]
 RIVALS = [*ALONE, "sklearn-trees", "mixture"]
 CELL = ["set", "condition"]
+
+
+def grown(**growing: Any) -> Tool:
+    """Return the default for tables with other trees."""
+    return Tool("", functools.partial(closed_form, trees=True, **growing), strengths=(1.0,))
+
+
+VARIANTS = {
+    OURS: grown(),
+    "three levels, rate .15": grown(growth=Growth(depth=3, rate=0.15)),
+    "and a personal last layer": grown(layer=True),
+    "sklearn-trees": TOOLS["sklearn-trees"],
+}
+"""What `--sets` compares."""
 
 
 def rows_of(folder: Path) -> pd.DataFrame:
@@ -79,6 +104,29 @@ def cost(rows: int, columns: int, users: int, own: int) -> None:
     )
 
 
+def growths(sets: list[str], users: int, data: Path) -> None:
+    """Print what the default reaches with trees that grow in other ways, beside plain boosting."""
+    names = {f"{name}, loss": name for name in VARIANTS}
+    rows = []
+    for name, condition in itertools.product(sets, tasks.CONDITIONS):
+        people, known = load(SETS[name], data), SETS[name]
+        few = {"own_examples": known.own_examples, "most_peers": known.most_peers}
+        for user in tasks.candidates(people, known.own_examples)[:users]:
+            task = tasks.task_of(people, user, condition=condition, **few)
+            found = {method: tool.outcome(task) for method, tool in VARIANTS.items()}
+            scores = {method: one.score for method, one in found.items()}
+            losses = {loss: found[method].loss for loss, method in names.items()}
+            rows.append({"set": name, "condition": condition, **scores, **losses})
+            print(rows[-1], flush=True)
+    means = pd.DataFrame(rows).groupby(["condition", "set"]).mean()
+    for condition in tasks.CONDITIONS:
+        some = means.loc[condition]
+        print(f"{condition} ({len(some)} sets), less the default:")
+        for method in [*VARIANTS, *names]:
+            ours = OURS + ", loss" * (method in names)
+            print(f"  {method}: {told(some[method] - some[ours])}")
+
+
 def main() -> None:
     """Print the comparison of a folder of `coterie bench`, or what trees cost."""
     parser = argparse.ArgumentParser(
@@ -87,7 +135,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?")
     for name, default in {"rows": 200_000, "columns": 50, "users": 8, "own": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sets", default="")
+    parser.add_argument("--data", type=Path)
     asked = parser.parse_args()
+    if asked.sets:
+        growths(asked.sets.split(","), asked.users, asked.data)
+        return
     if asked.folder is None:
         cost(asked.rows, asked.columns, asked.users, asked.own)
         return

@@ -31,7 +31,7 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from coterie.benchmark.sets import heart
+from coterie.benchmark.sets.tables import heart
 from coterie.federation.kits import accept
 from coterie.federation.manifest import fingerprint
 
@@ -42,7 +42,7 @@ COTERIE = [sys.executable, "-m", "coterie", "federate"]
 def hospitals(data: Path | None) -> dict[str, pd.DataFrame]:
     """Return each hospital's patients: 13 findings, of which many are missing, and `ill`."""
     if data is not None:
-        population = heart.read(data)
+        population = heart(data)
         table = cast("pd.DataFrame", population.inputs).assign(ill=population.targets)
         return {name: table[population.owners == name] for name in SIZES}
     tables = {}
@@ -132,7 +132,9 @@ def started(*commands: list[str]) -> Iterator[list[psutil.Process]]:
     processes: list[psutil.Process] = []
     try:
         for command in commands:
-            with (Path(command[-1]) / "said.txt").open("w") as said:
+            path = Path(command[-1]) / "said.txt"
+            path.write_text("")  # of two in one folder, each adds its lines
+            with path.open("a") as said:
                 one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
                 processes.append(psutil.Popen(command, stdout=said, stderr=said, env=one_thread))
         yield processes

@@ -26,7 +26,7 @@ from coterie.evaluation import METRICS
 from coterie.methods import METHODS
 from coterie.registry import Registry, import_user_code
 from coterie.rules import RULES
-from coterie.training.trackers import TRACKERS
+from coterie.training.hooks import TRACKERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 REGISTRIES: tuple[Registry[Any], ...] = (RULES, METHODS, AGGREGATORS, SETS, METRICS, TRACKERS)

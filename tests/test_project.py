@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -71,7 +72,6 @@ def test_the_lock_has_what_is_needed_with_hashes_and_agrees_with_the_constraints
         "scikit-learn",
         "pandas",
         "pyarrow",
-        "skops",
         "typer",
         "nvflare",
         "dp-accounting",
@@ -145,3 +145,20 @@ def test_what_security_names_is_there_and_short_enough_to_read() -> None:
     known = {str(path.relative_to(ROOT)) for path in files} | {path.name for path in files}
     assert len(paths) > 5
     assert [path for path in paths if path not in known and not (ROOT / path).is_dir()] == []
+
+
+def test_mutants_are_made_of_modules_that_exist_and_tested_by_tests_that_exist() -> None:
+    tree = ast.parse((ROOT / "benchmarks" / "mutation.py").read_text(encoding="utf-8"))
+    tests = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TESTS"
+    )
+    assert len(tests) >= 12
+    modules = [ROOT / "src" / "coterie" / module for module in tests]
+    named = [ROOT / path for paths in tests.values() for path in paths.split()]
+    assert [path for path in (*modules, *named) if not path.is_file()] == []
+    told = re.findall(
+        r"^\| `([\w/]+\.py)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    assert set(told) <= set(tests), "CONTRIBUTING tells how many mutants of each are killed"

@@ -6,16 +6,17 @@ What has arguments says by a table of checks what they may be; `check_fields` go
 
     LIMITS = {"steps": COUNT, "lr": optional(POSITIVE)}
 
-A description is a dataclass whose fields say it themselves, with a sentence of help. Functions,
-commands and files that take such a description take its fields.
+A description is a dataclass whose fields say it themselves, with their help under `Args:` in the
+docstring. Functions, commands and files that take such a description take its fields.
 
-    steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
+    steps: Annotated[int, COUNT] = 1000
 """
 
 import functools
 import inspect
 import math
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, replace
@@ -105,19 +106,29 @@ def real(words: str, fits: Callable[[float], bool]) -> Check:
     return Check(words, read)
 
 
-def one_of(*values: Any) -> Check:
-    """Return the check of a value that must be one of a few."""
-    names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
+def _where(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return what refuses values that do not fit."""
 
     def read(value: Any) -> Any:
-        if not any(
-            value is v or (isinstance(v, str) and isinstance(value, str) and value == v)
-            for v in values
-        ):
+        if not fits(value):
             raise ValueError
         return value
 
-    return Check(f"be {', '.join(names[:-1])} or {names[-1]}", read)
+    return read
+
+
+def one_of(*values: Any) -> Check:
+    """Return the check of a value that must be one of a few."""
+    names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
+    texts = {value for value in values if isinstance(value, str)}
+    return Check(
+        f"be {', '.join(names[:-1])} or {names[-1]}",
+        _where(
+            lambda value: (
+                value in texts if isinstance(value, str) else any(value is each for each in values)
+            )
+        ),
+    )
 
 
 def instance(
@@ -127,28 +138,16 @@ def instance(
     error: type[CoterieError] = KnobError,
 ) -> Check:
     """Return the check of an object of some class."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, kinds):
-            raise TypeError
-        return value
-
-    return Check(f"be {words}", read, error, remedies)
+    return Check(f"be {words}", _where(lambda value: isinstance(value, kinds)), error, remedies)
 
 
 def function(
     words: str, remedies: Remedies | None = None, error: type[CoterieError] = KnobError
 ) -> Check:
-    """Return the check of what is called."""
-
-    def read(value: Any) -> Any:
-        if not callable(value) or isinstance(
-            value, tuple(k for k in remedies or {} if isinstance(k, type))
-        ):
-            raise TypeError
-        return value
-
-    return Check(f"be {words}", read, error, remedies)
+    """Return the check of what is called; a class whose mistake has a remedy is refused."""
+    refused = tuple(kind for kind in remedies or {} if isinstance(kind, type))
+    fits = _where(lambda value: callable(value) and not isinstance(value, refused))
+    return Check(f"be {words}", fits, error, remedies)
 
 
 def either(first: Check, second: Check) -> Check:
@@ -206,6 +205,35 @@ POSITIVE = real("be a finite number above 0", lambda value: value > 0)
 """A size: a step, a penalty, a norm."""
 NOT_NEGATIVE = real("be a finite number, at least 0", lambda value: value >= 0)
 """A size that may be nothing."""
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {f"{unit[0]}iB": 2 ** (10 * power) for power, unit in enumerate(_UNITS, 1)}
+
+
+def bytes_of(size: str) -> int:
+    """Return how many bytes a size in words is.
+
+    Example:
+        >>> bytes_of("8GB"), bytes_of("1.5 MiB")
+        (8000000000, 1572864)
+    """
+    number, unit = size.strip()[:-2], size.strip()[-2:]
+    if size.strip()[-3:] in _UNITS:
+        number, unit = size.strip()[:-3], size.strip()[-3:]
+    if unit not in _UNITS or not 0 < float(number) < math.inf:
+        raise ValueError
+    return int(float(number) * _UNITS[unit])
+
+
+def _size(value: Any) -> str:
+    """Return a size in words as it is, where it is one."""
+    if not isinstance(value, str):
+        raise TypeError
+    bytes_of(value)
+    return value
+
+
+MEMORY = Check('be a size, such as "8GB" or "500MB"', _size, remedies={(int, float): "add a unit"})
+"""How much memory something may take."""
 ANYTHING = Check("be anything", lambda value: value)
 """What is checked elsewhere."""
 FLAG = one_of(*(True, False))
@@ -254,32 +282,49 @@ def checked(**checks: Check) -> Callable[[Checked], Checked]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field of a description says of itself.
-
-    `Annotated[int, Setting("Steps to take.", COUNT)]`.
-    """
+    """What a field of a description says of itself."""
 
     help: str  # what it does, as the documentation of functions and commands says it
     check: Check = ANYTHING  # what it may be
 
 
+def documented(described: Any) -> dict[str, str]:
+    """Return what is said of each argument, or field, under `Args:` in a docstring and those that it inherits."""
+    about = {}
+    for each in reversed(getattr(described, "__mro__", (described,))):
+        _, _, text = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")
+        for match in re.finditer(r"^    (\w+): (.*(?:\n {5,}.*)*)", text, re.MULTILINE):
+            about[match[1]] = " ".join(match[2].split())
+    return about
+
+
 @functools.cache
 def settings_of(description: Callable[..., Any]) -> Mapping[str, Setting]:
-    """Return the settings of a dataclass whose fields are annotated with one, by name, inherited ones among them.
+    """Return the settings of a dataclass by name, inherited ones among them: the fields under `Args:`.
+
+    What one may be is a `Check` in its annotation.
 
     Example:
         >>> from typing import Annotated
         >>> @dataclass
         ... class Steps:
-        ...     steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
+        ...     '''Steps.
+        ...
+        ...     Args:
+        ...         steps: Steps to take.
+        ...     '''
+        ...     steps: Annotated[int, COUNT] = 1000
         >>> settings_of(Steps)["steps"].help
         'Steps to take.'
     """
     hints = get_type_hints(description, include_extras=True)
-    notes = {
-        name: note for name, hint in hints.items() for note in getattr(hint, "__metadata__", ())
+    about = documented(description)
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {
+        name: Setting(about[name], *(note for note in notes[name] if isinstance(note, Check)))
+        for name in hints
+        if name in about
     }
-    return {name: note for name, note in notes.items() if isinstance(note, Setting)}
 
 
 def check_settings(thing: Any) -> None:
@@ -317,7 +362,12 @@ def takes_fields_of(
         >>> from typing import Annotated
         >>> @dataclass
         ... class Steps:
-        ...     steps: Annotated[int, Setting("Steps to take.", COUNT)] = 1000
+        ...     '''Steps.
+        ...
+        ...     Args:
+        ...         steps: Steps to take.
+        ...     '''
+        ...     steps: Annotated[int, COUNT] = 1000
         >>> @takes_fields_of(Steps)
         ... def walk(described: Steps) -> int:
         ...     '''Take steps.'''

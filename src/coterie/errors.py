@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 
 class CoterieError(Exception):
@@ -26,7 +26,15 @@ class ModelError(CoterieError, ValueError):
     """A model that does not fit the data, the loss or the optimizer."""
 
 
-class FileError(CoterieError, OSError):
+class RunError(CoterieError):
+    """An error that a run ended with, and that run."""
+
+    def __init__(self, message: str, run: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+class FileError(RunError, OSError):
     """A file that cannot be written or is not as it was written, or a folder that another process uses.
 
     Args:
@@ -34,16 +42,12 @@ class FileError(CoterieError, OSError):
         run: the `coterie.Run` that could not be written, where there is one.
     """
 
-    def __init__(self, message: str, run: Any = None) -> None:
-        super().__init__(message)
-        self.run = run
-
 
 class CheckpointError(FileError):
     """A checkpoint that is truncated, altered, or of another run."""
 
 
-class GradientError(CoterieError, ArithmeticError):
+class GradientError(RunError, ArithmeticError):
     """User 0's own gradient, or what the rule makes of all, is NaN or infinite.
 
     Nothing sensible can follow.
@@ -53,12 +57,8 @@ class GradientError(CoterieError, ArithmeticError):
         run: the `coterie.Run` as of the last good step.
     """
 
-    def __init__(self, message: str, run: Any = None) -> None:
-        super().__init__(message)
-        self.run = run
 
-
-class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what happened
+class PeerLost(RunError, ConnectionError):  # noqa: N818  # it says what happened
     """Peers that the run cannot do without are gone, or have not answered in time.
 
     Args:
@@ -68,8 +68,8 @@ class PeerLost(CoterieError, ConnectionError):  # noqa: N818  # it says what hap
     """
 
     def __init__(self, message: str, peers: Sequence[str] = (), run: Any = None) -> None:
-        super().__init__(message)
-        self.peers, self.run = tuple(peers), run
+        super().__init__(message, run)
+        self.peers = tuple(peers)
 
 
 class MaskError(CoterieError, ArithmeticError):
@@ -79,7 +79,7 @@ class MaskError(CoterieError, ArithmeticError):
     """
 
 
-class UserCodeError(CoterieError, RuntimeError):
+class UserCodeError(RunError, RuntimeError):
     """Code of your own raised.
 
     A hook, metric, stream, data set, model, loss, optimizer, scheduler or rule.
@@ -91,9 +91,12 @@ class UserCodeError(CoterieError, RuntimeError):
         run: the `coterie.Run` as of the last whole step; None where there is none yet.
     """
 
-    def __init__(self, message: str, run: Any = None) -> None:
-        super().__init__(message)
-        self.run = run
+    @classmethod
+    def of(cls, whose: str, error: Exception) -> Self:
+        """Return the error that says whose code raised another."""
+        made = cls(f"{whose} raised {type(error).__name__}: {error}")
+        made.__cause__ = error
+        return made
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def attributing_errors_to(whose: str) -> Iterator[None]:
     except CoterieError:
         raise
     except Exception as error:
-        raise UserCodeError(f"{whose} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError.of(whose, error) from error
 
 
 def printable(text: object, most: int = 200) -> str:
@@ -155,7 +158,10 @@ def not_installed(package: str, extra: str) -> str:
         >>> not_installed("NVFLARE", "flare")
         'NVFLARE is not installed; `pip install "nvflare<2.10,>=2.9"`'
     """
-    needs = [each.partition(";") for each in metadata.requires("coterie") or ()]
+    try:
+        needs = [each.partition(";") for each in metadata.requires("coterie") or ()]
+    except metadata.PackageNotFoundError:  # coterie runs from a clone that nobody installed
+        return f"{package} is not installed; `pip install '.[{extra}]'` in a clone of coterie"
     names = [
         f'"{need.strip()}"' for need, _, marker in needs if f'"{extra}"' in marker.replace("'", '"')
     ]

@@ -20,9 +20,9 @@ from torch import nn
 
 from coterie.arguments import COUNT, POSITIVE
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import packed, unpacked
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import owner_only
-from coterie.engines.remote.codec import packed, unpacked
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import METHODS, Responder
 from coterie.errors import DataError, KnobError, printable

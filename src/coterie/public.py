@@ -3,7 +3,9 @@
 `import coterie` imports this when the first of them is used.
 """
 
-from coterie import aggregators, data, errors, theory
+from typing import TYPE_CHECKING
+
+from coterie import aggregators, errors, theory
 from coterie.aggregators import register_aggregator
 from coterie.choosing.adaptive import AdaptiveAveraging
 from coterie.choosing.mixture import Mixture
@@ -27,12 +29,14 @@ from coterie.rules import (
     WeightedAveraging,
     register_rule,
 )
-from coterie.training.hooks import Hook
+from coterie.training.hooks import Hook, register_tracker
 from coterie.training.many import train_many
 from coterie.training.run import Run, Step
-from coterie.training.trackers import register_tracker
 from coterie.training.train import train
 from coterie.users import User
+
+if TYPE_CHECKING:
+    from coterie import data  # imported when it is asked for: it brings pandas
 
 __all__ = [
     "AdaptiveAveraging",

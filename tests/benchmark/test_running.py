@@ -128,7 +128,7 @@ def test_processes_that_are_stopped_and_one_that_goes_on_give_its_table(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--sets", "letters"], "unknown set 'letters'; the sets are digits, heart"),
+        (["--sets", "letters"], "unknown set 'letters'; the sets are digits, mnist"),
         (
             ["--sets", "digits", "--methods", "magic"],
             "unknown method 'magic'; the methods are alone, pooled",

@@ -14,11 +14,10 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from coterie.benchmark.population import Population
 from coterie.benchmark.sets import SETS, load
-from coterie.benchmark.sets import mnist as mnist_set
+from coterie.benchmark.sets.pictures import BATCHES
 from coterie.benchmark.sets.shakespeare import ALPHABET, LENGTH, speeches
-from coterie.benchmark.tasks import candidates
+from coterie.benchmark.tasks import Population, candidates
 from coterie.errors import DataError, KnobError
 
 REAL = os.environ.get("COTERIE_DATA")
@@ -96,8 +95,8 @@ def test_school_exams_are_read_without_the_constant(tmp_path: Path) -> None:
 
 def write_mnist(folder: Path, labels: list[int], writers: list[int]) -> np.ndarray:
     folder.mkdir()
-    images = np.random.default_rng(0).integers(0, 256, (mnist_set.BATCHES * 2, 784), dtype=np.uint8)
-    for k in range(mnist_set.BATCHES):
+    images = np.random.default_rng(0).integers(0, 256, (BATCHES * 2, 784), dtype=np.uint8)
+    for k in range(BATCHES):
         Image.fromarray(images[2 * k : 2 * k + 2]).save(folder / f"mnist_batch_{k}.png")
     (folder / "mnist_labels.js").write_text(f"var labels={[*labels, 7, 7]};", encoding="utf-8")
     about = np.zeros((len(labels), 8), ">i4")
@@ -110,7 +109,7 @@ def write_mnist(folder: Path, labels: list[int], writers: list[int]) -> np.ndarr
 
 
 def test_mnist_finds_its_writers(tmp_path: Path) -> None:
-    labels = [i % 10 for i in range(2 * mnist_set.BATCHES)]
+    labels = [i % 10 for i in range(2 * BATCHES)]
     writers = [9 - i % 3 for i in range(len(labels))]
     images = write_mnist(tmp_path / "mnist_by_writer", labels, writers)
     people = load(SETS["mnist"], tmp_path)
@@ -167,7 +166,7 @@ def test_a_missing_file_is_named_with_where_to_get_it(name: str, tmp_path: Path)
 
 def test_digits_need_no_folder_and_unknown_sets_are_refused() -> None:
     assert SETS["digits"].missing(None) is None
-    with pytest.raises(KnobError, match="unknown set 'letters'; the sets are digits, heart"):
+    with pytest.raises(KnobError, match="unknown set 'letters'; the sets are digits, mnist"):
         load(SETS["letters"])
 
 

@@ -8,8 +8,7 @@ import torch
 from tests.support.examples import everything
 from tests.support.populations import make, parts, people, rows_of
 
-from coterie.benchmark.population import CONDITIONS
-from coterie.benchmark.tasks import candidates, task_of
+from coterie.benchmark.tasks import CONDITIONS, candidates, task_of
 from coterie.errors import DataError, KnobError
 
 

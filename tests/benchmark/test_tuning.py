@@ -16,9 +16,8 @@ from torch.optim.lr_scheduler import LinearLR
 
 from coterie.benchmark.contenders import BUDGET, RATES, Contender, Fixed, MethodSetting
 from coterie.benchmark.methods import contender, names
-from coterie.benchmark.population import Population
 from coterie.benchmark.sets.user_set import MODELS
-from coterie.benchmark.tasks import SetTask
+from coterie.benchmark.tasks import Population, SetTask
 from coterie.benchmark.tools import OURS, TOOLS
 from coterie.benchmark.tuning import Tuning
 from coterie.evaluation.evaluate import evaluate

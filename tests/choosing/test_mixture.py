@@ -17,7 +17,7 @@ from coterie.engines.peer.linear_rows import linear_of
 from coterie.mixture.families import SOFTMAX, SQUARED, Family
 from coterie.mixture.fit import fit_here
 from coterie.privacy.privacy import Privacy
-from coterie.training.setup import default_rule
+from coterie.training.train import default_rule
 from coterie.users.sampling import random_key
 
 QUIET: dict[str, Any] = {"measure": False, "progress": False}

@@ -412,3 +412,15 @@ def test_whom_a_mixture_listens_to_is_told_in_parts_of_the_whole() -> None:
         End(step=0, best_step=0, tau={"a": 0.75, "b": 0.25}, account={"leaderboard": board})
     )
     assert _listened_to(record) == "a 30%, b 10%"
+
+
+def test_predictions_rise_in_a_column_where_that_is_asked_for(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = RUNNER.invoke(app, [*train(table, out)[:-4], "--monotone", "dose=1"])
+    assert result.exit_code == 0, result.output
+    configuration = Record.load(out / "record.jsonl").configuration
+    assert configuration.rule == "Mixture(trees=True, monotonic_cst={1: 1})"
+    for wrong, said in (("dose", "COLUMN=1"), ("dos=1", "did you mean 'dose'")):
+        bad = RUNNER.invoke(app, [*train(table, tmp_path / "bad")[:-4], "--monotone", wrong])
+        assert bad.exit_code
+        assert said in " ".join(bad.output.split())

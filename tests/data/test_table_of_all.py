@@ -8,9 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from coterie.data import Preparation, from_table, users_from_table
-from coterie.data.preparation import tidy, transformer
+from coterie.data.preparation import tidy
 from coterie.data.statistics import Statistics
 from coterie.errors import DataError
 
@@ -44,14 +47,15 @@ def test_added_up_it_is_what_is_fitted_to_all_rows_together() -> None:
     parts = [rows for _, rows in table.groupby("who")]
     told = [Statistics.of(rows[columns], rows["cost"], "regression", ["dose"]) for rows in parts]
     ours = (told[0] + told[1] + told[2]).preparation()
-    theirs = transformer(numeric, other, missing="mean").fit(tidy(table, numeric, other))
-    assert (ours.numeric, ours.categorical) == (numeric, other)
-    np.testing.assert_allclose(
-        ours.transformer.transform(tidy(table, numeric, other)),
-        theirs.transform(tidy(table, numeric, other)),
-        atol=1e-12,
+    neat = tidy(table, numeric, other)
+    filled = make_pipeline(SimpleImputer(strategy="mean", add_indicator=True), StandardScaler())
+    one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    theirs = np.hstack(
+        [filled.fit_transform(neat[[*numeric]]), one_hot.fit_transform(neat[[*other]])]
     )
-    assert list(ours.transformer.get_feature_names_out()) == list(theirs.get_feature_names_out())
+    assert (ours.numeric, ours.categorical) == (numeric, other)
+    assert ours.n_inputs == len(ours.columns_of_inputs) == theirs.shape[1]
+    np.testing.assert_allclose(ours.inputs(table), theirs.clip(-10, 10), atol=1e-6)
     assert (ours.centre, ours.scale) == pytest.approx(
         (table["cost"].mean(), table["cost"].std(ddof=0))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from threadpoolctl import ThreadpoolController, threadpool_limits
 from torch import nn
 from torch.nn import functional as f
 
@@ -38,3 +39,16 @@ def test_a_run_of_small_passes_takes_one_thread_and_gives_them_back() -> None:
             )
         assert torch.get_num_threads() == 2
     assert seen == [1, 2, 1, 2]
+
+
+def test_matrix_products_of_numpy_take_as_many_threads_and_give_them_back() -> None:
+    def threads() -> set[int]:
+        found = ThreadpoolController().lib_controllers
+        return {each.num_threads for each in found if each.user_api == "blas"}
+
+    with threadpool_limits(2, "blas"):
+        with cpu_threads(1):
+            assert threads() == {1}
+            with cpu_threads(2):
+                assert threads() == {2}
+        assert threads() == {2}

@@ -20,12 +20,12 @@ import coterie
 from coterie.engines import Asks, PrivatePeers
 from coterie.engines.engine import MakeEngine, Question
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.messages import answer_message, pack_request
+from coterie.engines.remote.responder import answer_message
 from coterie.engines.remote.sites import LocalSites
-from coterie.engines.requests import Request
 from coterie.errors import KnobError
 from coterie.mixture.answers import EStep
 from coterie.mixture.families import SOFTMAX
@@ -294,7 +294,7 @@ def test_nonsense_for_a_question_is_refused_and_told(field: str) -> None:
     """Whoever makes the message: a site answers why, computes nothing, and counts nothing."""
     peer = held(users()[1:], Caps(gradients=100))["peer 1"]
     asked = a_question(Scaling.none(4, 3)._replace(intercept=True), "posterior")
-    message = pack_request(Request(torch.zeros(1, 15), 0, 0, 32, e_step=asked))
+    message = Request(torch.zeros(1, 15), 0, 0, 32, e_step=asked).message()
     assert "gradients" in answer_message(peer, "user 0", message)
     given = peer.ledger.given
     for junk in JUNK:

@@ -17,11 +17,10 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines import InProcess
-from coterie.engines.capabilities import Asks
-from coterie.engines.engine import LocalWork, MakeEngine, Question
+from coterie.engines.engine import Asks, LocalWork, MakeEngine, Question
+from coterie.engines.messages import MAX_LOCAL_STEPS, Request
 from coterie.engines.peer import Caps, Peer
-from coterie.engines.remote.messages import answer_message, pack_request
-from coterie.engines.requests import MAX_LOCAL_STEPS, Request
+from coterie.engines.remote.responder import answer_message
 from coterie.errors import KnobError
 
 NAN = math.nan
@@ -152,8 +151,8 @@ def test_wrong_work_is_refused(work: LocalWork, why: str) -> None:
 )
 def test_a_site_refuses_work_that_is_none(work: Any) -> None:
     peer, request = peer_of()
-    assert "gradients" in answer_message(peer, "user 0", pack_request(request))
-    refused = answer_message(peer, "user 0", pack_request(request) | {"work": work})["refused"]
+    assert "gradients" in answer_message(peer, "user 0", request.message())
+    refused = answer_message(peer, "user 0", request.message() | {"work": work})["refused"]
     assert "steps of its own" in refused or "what is added" in refused
 
 

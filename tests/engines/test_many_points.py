@@ -23,15 +23,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import coterie
-from coterie.engines.capabilities import Asks
 from coterie.engines.compression import SKETCH, Sketch, sketch_key, sketch_size
-from coterie.engines.engine import MakeEngine, Question
+from coterie.engines.engine import Asks, MakeEngine, Question
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.processes.engine import serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
-from coterie.engines.requests import Request
 
 NAN = math.nan
 

@@ -15,10 +15,10 @@ from torch import Tensor
 import coterie
 from coterie.engines.engine import Answers, Capabilities, MakeEngine, Question
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import MAX_POINTS
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.engines.requests import MAX_POINTS
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients
 from coterie.methods import (

@@ -16,7 +16,6 @@ import coterie
 from coterie.errors import DataError, ModelError
 from coterie.evaluation.evaluate import evaluate, example_losses
 from coterie.evaluation.losses import known_per_example, on_device
-from coterie.training import setup
 from coterie.users.examples import InMemory
 
 
@@ -99,7 +98,7 @@ def test_weights_of_classes_are_used_on_a_gpu_by_runs_that_are_taken_together(
     )
     ends: dict[str, list[float]] = {}
     # captured steps are each run's own
-    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))
+    monkeypatch.setattr("coterie.training.train.captured_steps", lambda *_: (None, "off"))
     for device in ("cuda", "cpu"):
         spec = coterie.RunSpec(model, loss, me, peers, rule, lr=0.01, steps=4, device=device)
         everybody = coterie.train_everyone(

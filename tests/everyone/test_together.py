@@ -19,7 +19,6 @@ import coterie
 from coterie.errors import UserCodeError
 from coterie.everyone.folders import align
 from coterie.recording import checkpoint
-from coterie.training import setup
 from coterie.training.run import Stopped
 from coterie.users.examples import InMemory
 
@@ -48,7 +47,12 @@ def assert_close(
             coterie.train(network(), cross_entropy, me, peers, rule, **settings),
             runs.runs[me.name],
         )
-        torch.testing.assert_close(list(mine.model.parameters()), list(one.model.parameters()))
+        inputs, _ = me.examples.take(torch.arange(len(me)))
+        torch.testing.assert_close(mine.model(inputs), one.model(inputs), rtol=1e-5, atol=1e-6)
+        # a last layer of five examples that are apart has a flat mode, which a search meets roughly
+        torch.testing.assert_close(
+            list(mine.model.parameters()), list(one.model.parameters()), rtol=1e-3, atol=1e-4
+        )
         assert mine.record.end.costs == one.record.end.costs
         assert [point.step for point in mine.record.points] == [
             point.step for point in one.record.points
@@ -74,7 +78,7 @@ def test_one_program_on_a_gpu_gives_what_the_cpu_gives(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # captured steps are each run's own
-    monkeypatch.setattr(setup, "captured", lambda *_: (None, "off"))
+    monkeypatch.setattr("coterie.training.train.captured_steps", lambda *_: (None, "off"))
     there, here = (train(RULES[rule], device=device) for device in ("cuda", "cpu"))
     for name, run in there.runs.items():
         assert run.record.configuration.runs.startswith("one program")

@@ -25,18 +25,18 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.support.waiting import steps_done, until
+from tests.support.waiting import job_of, steps_done, until
 
 import coterie
 from coterie.data import Preparation
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalSites
-from coterie.federation.job import write_job
 from coterie.federation.participants import LOG, lead_participant, peer_of, responder_of
 from coterie.federation.provisioning import LEAD
 from coterie.federation.settings import lead_settings
 from coterie.federation.watching import LOG as NVFLARE_LOG
+from coterie.federation.workspace import write_job
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.recording import End
 from coterie.tables.fit import fit
@@ -192,7 +192,7 @@ def test_a_run_outlives_whatever_befalls_a_site(
         (run,) = life.enter_context(example.started([*example.COTERIE, "run", str(folder)]))
         until(lambda: steps_done(folder) >= 50, "the run's start", 240)
         assert not answers_without_certificate(port)
-        worker = hangs.children(recursive=True)[-1]
+        worker = job_of(hangs)
         worker.send_signal(signal.SIGSTOP)
         until(said("hungarian gave nothing"), "dropping the site that hangs")
         worker.send_signal(signal.SIGCONT)
@@ -316,7 +316,7 @@ def test_a_site_killed_at_any_moment(
 def test_a_process_that_the_job_needs_is_killed(
     whose: str, tmp_path: Path, example: ModuleType
 ) -> None:
-    """NVFLARE ends the job; the run goes on in another, from its last state."""
+    """It is started again at its place, or the run goes on in another job, from its last state."""
     folder = tmp_path / "trial"
     sites = example.set_up(
         folder,
@@ -336,7 +336,7 @@ def test_a_process_that_the_job_needs_is_killed(
             with example.started([*example.COTERIE, "server", str(folder)]):
                 assert run.wait(timeout=400) == 0
         else:
-            (site if whose == "a site's worker" else server).children(recursive=True)[-1].kill()
+            job_of(site if whose == "a site's worker" else server).kill()
             assert run.wait(timeout=400) == 0
     end = end_of(folder)
     assert (end.step, end.stopped) == (300, None)
@@ -364,7 +364,7 @@ def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_die
         example.started([*example.COTERIE, "run", str(folder)]) as (run,),
     ):
         until(lambda: steps_done(folder) >= 20, "step 20", 400)
-        roles = [server.children(recursive=True)[-1], site.children(recursive=True)[-1], server]
+        roles = [job_of(server), job_of(site), server]
         # what connects a site, who started it, and who follows the run
         roles += [site.children()[0], site, run]
         for k, role in enumerate(roles, 1):
@@ -372,7 +372,7 @@ def test_private_sites_spend_no_more_than_epsilon_though_every_role_stops_or_die
             time.sleep(3)
             role.send_signal(signal.SIGCONT)
             until(lambda k=k: steps_done(folder) >= 20 + 80 * k, "going on", 240)  # type: ignore[misc]
-        site.children(recursive=True)[-1].kill()
+        job_of(site).kill()
         assert run.wait(timeout=400) == 0
     end = end_of(folder)
     assert end.step == 600

@@ -17,10 +17,10 @@ import coterie
 from coterie.cli import app
 from coterie.engines.remote.sites import Replies
 from coterie.errors import KnobError
-from coterie.federation.everyone.member_run import MemberRun
-from coterie.federation.everyone.relay import MEMBERS, MemberProgress, relay, unfinished
 from coterie.federation.lead import NEWS, RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.manifest import Kit
+from coterie.federation.member import MemberRun
+from coterie.federation.relay import MEMBERS, MemberProgress, relay, unfinished
 from coterie.federation.settings import Training, site_settings
 
 QUICK: dict[str, Any] = {"patience": 20.0, "pause": 0.05}
@@ -162,6 +162,7 @@ def test_a_run_that_fails_tells_its_kind_and_keeps_the_reason(folder: Path, tmp_
         "steps": STEPS,
         "ended": False,
         "failed": "ValueError",
+        "began": True,
     }
     assert "a patient's name" in (member.out / REFUSED).read_text()
     assert member.responder.ready()["willing"], "it goes on answering"
@@ -181,6 +182,23 @@ def test_what_a_site_says_of_itself_is_taken_as_far_as_it_can_be(tmp_path: Path)
     for state in states:
         one.hear("bern", state)
     assert not one.is_over
+
+
+def test_a_site_that_has_forgotten_that_it_trains_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process was started again: it has another key, and nobody has asked it to train."""
+    seconds = [0.0]
+    monkeypatch.setattr("coterie.federation.relay.time.monotonic", lambda: seconds[0])
+    one = MemberProgress(patience=60.0, last_seen=0.0)
+    for seconds[0], began, anew in ((0, False, False), (4, False, False), (5, True, False)):
+        one.hear("bern", {"step": 3, "steps": 9, "began": began})
+        assert one.is_anew is anew
+    for seconds[0], anew in ((20, False), (24, False), (26, True)):
+        one.hear("bern", {"step": 3, "steps": 9, "began": False})
+        assert one.is_anew is anew
+    one.hear("bern", {"step": 9, "steps": 9, "ended": True, "began": False})
+    assert not one.is_anew, "it has ended, and answers"
 
 
 def test_nothing_is_promised_about_rows_where_everyone_trains(folder: Path, tmp_path: Path) -> None:

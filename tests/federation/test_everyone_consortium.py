@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from tests.support.members import change, everyone_in_process
-from tests.support.waiting import steps_done, until
+from tests.support.waiting import job_of, steps_done, until
 
 import coterie
 
@@ -120,7 +120,7 @@ def test_sites_that_hang_and_that_are_killed_come_back(tmp_path: Path, example: 
         example.started([*example.COTERIE, "run", str(folder)]) as (run,),
     ):
         until(lambda: min(map(steps_done, kits.values())) >= 60, "step 60", 240)
-        worker = hanging.children(recursive=True)[-1]
+        worker = job_of(hanging)
         worker.send_signal(signal.SIGSTOP)
         until(said(asks, f"{hangs} gave nothing"), "dropping the site that hangs")
         worker.send_signal(signal.SIGCONT)
@@ -150,6 +150,6 @@ def test_a_worker_of_a_site_is_killed(tmp_path: Path, example: ModuleType) -> No
         example.started([*example.COTERIE, "run", str(folder)]) as (run,),
     ):
         until(lambda: min(map(steps_done, kits.values())) >= 40, "step 40", 240)
-        site.children(recursive=True)[-1].kill()
+        job_of(site).kill()
         assert run.wait(timeout=400) == 0, (folder / "said.txt").read_text()
     assert all((end_of(kit).step, end_of(kit).stopped) == (200, None) for kit in kits.values())

@@ -18,18 +18,17 @@ from tests.support import intruders
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import packed
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
-from coterie.engines.remote.codec import packed
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies
 from coterie.errors import CoterieError, KnobError, PeerLost
 from coterie.federation import supervision
-from coterie.federation.everyone.member_run import REFUSAL, MemberRun
-from coterie.federation.everyone.relay import MEMBERS
-from coterie.federation.everyone.sealed_sites import KnownKeys, SealedSites
 from coterie.federation.lead import REFUSED, RUN, SUMMARY
-from coterie.federation.watching import MemberWatch, Screen
+from coterie.federation.member import REFUSAL, KnownKeys, MemberRun, SealedSites
+from coterie.federation.relay import MEMBERS
+from coterie.federation.watching import LOG, MemberWatch, NewLines, Screen
 from coterie.privacy.calls import Calls
 from coterie.privacy.keys import Identity
 from coterie.recording import files
@@ -206,10 +205,9 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
     members: dict[str, MemberRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All who ask share what it gives at most; masked sums, whose agreements are with one, are not to be had."""
-    from coterie.federation import site_job
-    from coterie.federation.everyone import member_job
+    from coterie.federation import jobs
 
-    site = member_job.MemberSite()
+    site = jobs.MemberSite()
     site.run = members["a"]
     site.responder = site.run.responder
     site.run.state = lambda: {"step": 3}  # type: ignore[method-assign]
@@ -217,7 +215,7 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
 
     def by(caller: str) -> None:
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
-        monkeypatch.setattr(site_job, "collab", asked)
+        monkeypatch.setattr(jobs, "collab", asked)
 
     for caller in ("server", "b", "c", "d", "B", "b.x", "", "a"):
         by(caller)
@@ -244,13 +242,12 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
 def test_a_site_whose_data_cannot_be_read_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from coterie.federation import site_job
-    from coterie.federation.everyone import member_job
+    from coterie.federation import jobs
 
     place = SimpleNamespace(get_root_dir=lambda: str(tmp_path / "nvflare"))
     asked = SimpleNamespace(caller="server", server=SimpleNamespace(name="server"), workspace=place)
-    monkeypatch.setattr(site_job, "collab", asked)
-    site = member_job.MemberSite()
+    monkeypatch.setattr(jobs, "collab", asked)
+    site = jobs.MemberSite()
     site.start()
     assert site.state() == {"failed": "data that cannot be read"}
     assert site.train() == site.check() == {}
@@ -261,7 +258,7 @@ def test_a_site_whose_data_cannot_be_read_says_so(
 def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
     server_answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.federation import lead_job
+    from coterie.federation import jobs
 
     asked: dict[str, Any] = {}
 
@@ -284,8 +281,8 @@ def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
         is_aborted=False,
     )
     answers = Queue([("b", 1)])
-    monkeypatch.setattr(lead_job, "collab", fake)
-    replies = lead_job.CollabSites(relayed=True).ask(["b", "c", "not there"], "ready", 3.0)
+    monkeypatch.setattr(jobs, "collab", fake)
+    replies = jobs.CollabSites(relayed=True).ask(["b", "c", "not there"], "ready", 3.0)
     assert asked == {"blocking": False, "timeout": 3.0}
     if server_answers:
         assert replies.wait() == {"b": 1}
@@ -293,7 +290,7 @@ def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
         with pytest.raises(PeerLost, match="the server does not answer: TimeoutError"):
             replies.wait()
     # at the server, nobody else need be found
-    lead_job.CollabSites().ask(["b"], "ready", 3.0).wait()
+    jobs.CollabSites().ask(["b"], "ready", 3.0).wait()
 
 
 def test_what_rounding_loses_is_each_callers_own() -> None:
@@ -398,7 +395,9 @@ def test_a_site_that_trains_sees_both_its_run_and_what_it_gives(
     (tmp_path / RUN).mkdir()
     (tmp_path / RUN / SUMMARY).write_text("of an earlier run")
     screen, ledger = Screen(said.append, terminal=False), Ledger(tmp_path / "requests.jsonl")
-    watch = MemberWatch(tmp_path, tmp_path, Caps(gradients=100), 0, screen, steps=50)
+    watch = MemberWatch(
+        tmp_path, NewLines(tmp_path / LOG), Caps(gradients=100), 0, screen, steps=50
+    )
     watch()
     watch._follow(20, 0.5, 0.25, None)
     ledger.give(5, caller="b", step="9")

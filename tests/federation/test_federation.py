@@ -28,12 +28,11 @@ import coterie
 from coterie.cli import app
 from coterie.data import Preparation
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalSites
-from coterie.engines.requests import Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError, PeerLost
-from coterie.federation.job import write_job
 from coterie.federation.kits import accept, set_up
 from coterie.federation.lead import (
     REFUSED,
@@ -62,7 +61,7 @@ from coterie.federation.settings import (
     lead_settings,
     site_settings,
 )
-from coterie.federation.workspace import run_process, site_workspace
+from coterie.federation.workspace import run_process, site_workspace, write_job
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.rules.streams import StreamAveraging
@@ -617,19 +616,19 @@ def test_the_job_is_three_files_and_no_code(tmp_path: Path) -> None:
 @needs_nvflare
 def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another site of the consortium gets no gradient, and uses up nothing of what the site gives."""
-    from coterie.federation import site_job
+    from coterie.federation import jobs
 
     peer = Peer(
         coterie.User("a", torch.eye(2), torch.ones(2, 1)),
         Passes(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss),
         Caps(gradients=1),
     )
-    site = site_job.Site()
+    site = jobs.Site()
     site.responder = Responder(peer)
     request = {"points": np.zeros((1, 3), np.float32), "step": 0, "seed": 0, "batch_size": 2}
     for caller in ("neighbour", "Server", "server.x", ""):
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
-        monkeypatch.setattr(site_job, "collab", asked)
+        monkeypatch.setattr(jobs, "collab", asked)
         assert site.gradients(request) == {"refused": "it answers user 0 only"}
         assert (
             site.part(request)
@@ -639,7 +638,7 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert site.ready() == {"willing": False}
     monkeypatch.setattr(
-        site_job, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server"))
+        jobs, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server"))
     )
     told = {"willing": True, "left": 1, "size": 2, "examples": 1, "no_e_steps": ""}
     assert site.ready() == told
@@ -690,7 +689,7 @@ def test_what_was_started_is_ended_also_where_a_part_of_it_has_ended_by_itself(
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_process([sys.executable, "-c", script], tmp_path, look)
+            run_process([sys.executable, "-c", script], tmp_path, lambda: look)
     finally:
         signal.signal(signal.SIGTERM, before)
     left = int((tmp_path / "pid").read_text(encoding="utf-8"))

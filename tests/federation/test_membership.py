@@ -238,6 +238,17 @@ def test_a_doctor_knows_a_certificate_of_another_authority(folder: Path) -> None
     assert "clock" in finding.remedy
 
 
+@pytest.mark.usefixtures("listening")
+def test_a_doctor_knows_the_key_of_another_site(folder: Path) -> None:
+    """Neither is it taken for a port that is closed."""
+    kit = folder / "sites/basel"
+    (kit / "client.key").write_bytes((folder / "sites/bern/client.key").read_bytes())
+    with socket.create_connection(("localhost", Kit.load(kit).port)) as raw:
+        finding = doctor._tls(kit, Kit.load(kit), raw)
+    assert "no connection" in finding.said
+    assert finding.remedy == "Ask me for a new kit (`renew`)"
+
+
 def test_a_doctor_names_what_is_wrong_with_its_remedy(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

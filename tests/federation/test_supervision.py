@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,8 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.errors import CoterieError, KnobError
 from coterie.federation import supervision
-from coterie.federation.lead import NEXT, RECORD, REFUSED, RUN, SUMMARY
+from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY
 from coterie.federation.supervision import SUBMITTED
-from coterie.federation.watching import LOG
 from coterie.recording import Configuration, Point, Record, UserSummary
 
 
@@ -50,32 +50,16 @@ class Server:
         return self.submitted[-1]
 
     def _status(self, job: str) -> str:
-        """Let the next thing befall the job that is oldest; one that is to follow waits."""
-        running = [each for each in self.submitted if each not in self.ended]
-        if job in self.submitted and job not in running:
+        """Let the next thing befall a job."""
+        if job in self.ended:
             return "FINISHED:ABORTED"
-        status = self.befalls.pop(0)() if job not in running[1:] else None
+        status = self.befalls.pop(0)()
         if status is not None:
             self.ended.append(job)
         return status or "RUNNING"
 
-    def waits(self) -> str | None:
-        """Let the job that was submitted last say that it is ready."""
-        (self.folder / RUN / NEXT).touch()
-        return None
-
-    def joins(self, name: str) -> str | None:
-        with (self.folder / "server" / LOG).open("a") as log:
-            log.write(f"INFO - Client: New client {name} joined. Sent token: 1. Total clients: 2\n")
-        return None
-
     def ends(self) -> str | None:
         (self.folder / RUN / SUMMARY).write_text("it is over")
-        return None
-
-    def next_dies(self) -> str | None:
-        """Let the job that was submitted last end before it is ready, as where a site is slow."""
-        self.ended.append(self.submitted[-1])
         return None
 
     def dies(self) -> str | None:
@@ -102,32 +86,6 @@ def begins(server: Server) -> str | None:
     return None
 
 
-def test_a_site_that_started_anew_is_in_the_next_job_and_does_not_count(server: Server) -> None:
-    said: list[str] = []
-    server.befalls = [
-        lambda: begins(server),
-        *[lambda: server.joins("b"), lambda: None, server.waits] * 7,  # more often than `attempts`
-        lambda: server.joins("stranger"),
-        server.ends,
-    ]
-    ended = supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
-    assert ended == "it is over"
-    assert server.submitted == [f"job {k}" for k in range(1, 9)]
-    assert server.ended == server.submitted[:7]
-    assert sum("back: b" in line for line in said) == 7
-    assert not (server.folder / SUBMITTED).exists()
-
-
-def test_a_site_whose_next_job_fails_is_asked_in_another(server: Server) -> None:
-    said: list[str] = []
-    server.befalls = [lambda: begins(server), lambda: server.joins("b")]
-    server.befalls += [server.next_dies, server.next_dies, server.waits, server.ends]
-    supervision.follow(server.folder, wait=0.0, show_line=said.append, progress=False)
-    assert server.submitted == [f"job {k}" for k in range(1, 5)]
-    assert server.ended == ["job 2", "job 3", "job 1"]
-    assert sum("back: b" in line for line in said) == 3
-
-
 def test_nobody_leads_beside_a_job_that_runs(server: Server) -> None:
     server.befalls = [lambda: None]
     server.submitted = ["job 1"]
@@ -136,6 +94,33 @@ def test_nobody_leads_beside_a_job_that_runs(server: Server) -> None:
         supervision.follow(server.folder, resume=True, wait=0.0, progress=False)
     assert server.submitted == ["job 1"]
     assert (server.folder / SUBMITTED).exists(), "it is who follows that job who takes it away"
+
+
+def test_of_two_who_lead_at_once_the_second_is_told(server: Server) -> None:
+    """Neither has submitted a job when the other one looks."""
+    first, both = threading.Event(), threading.Event()
+
+    def waits() -> str | None:
+        first.set()
+        assert both.wait(60)
+        return server.ends()
+
+    server.befalls = [waits]
+    said: list[str] = []
+    thread = threading.Thread(
+        target=lambda: said.append(supervision.follow(server.folder, progress=False))
+    )
+    thread.start()
+    assert first.wait(60)
+    (server.folder / SUBMITTED).unlink()  # as before it is written
+    try:
+        with pytest.raises(KnobError, match=r"runs already: follow it .*attach"):
+            supervision.follow(server.folder, progress=False)
+    finally:
+        both.set()
+        thread.join(60)
+    assert said == ["it is over"]
+    assert server.submitted == ["job 1"]
 
 
 def test_jobs_that_end_early_are_counted_and_user_0_goes_on_alone(
@@ -247,9 +232,6 @@ def test_a_server_that_goes_in_the_middle_is_told_in_words(
         with pytest.raises(CoterieError, match=r"does not answer: \w+Error: .*; start it"):
             ask(server.folder)
     assert not path.exists(), "whoever follows the run submits no other"
-    jobs = supervision.Jobs(server.folder, "ab", 0.0, lambda: None, print)
-    jobs._note("job 2")
-    assert not path.exists(), "what `stop` took away stays away"
 
 
 @contextmanager

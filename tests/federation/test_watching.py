@@ -33,7 +33,11 @@ def test_a_site_sees_the_connection_what_it_gave_and_what_it_refused(
     ledger = Ledger(tmp_path / "requests.jsonl")
     ledger.give(2, caller="user 0", step="7")
     watch = SiteWatch(
-        tmp_path, tmp_path, Caps(gradients=100), ledger.given, Screen(said.append, terminal=False)
+        tmp_path,
+        NewLines(tmp_path / LOG),
+        Caps(gradients=100),
+        ledger.given,
+        Screen(said.append, terminal=False),
     )
     watch()
     with (tmp_path / LOG).open("a") as log:
@@ -85,9 +89,8 @@ def test_what_the_process_says_is_in_its_log_and_not_on_the_screen(
     looks: list[int] = []
     code = "import sys, time; print('to one', flush=True); print('to other', file=sys.stderr); time.sleep(0.3)"
     code += "; sys.exit(3)"
-    assert (
-        workspace.run_process([sys.executable, "-c", code], tmp_path, lambda: looks.append(1)) == 3
-    )
+    look = lambda: looks.append(1)  # noqa: E731
+    assert workspace.run_process([sys.executable, "-c", code], tmp_path, lambda: look) == 3
     assert looks
     assert capfd.readouterr().out == ""
     assert sorted((tmp_path / LOG).read_text().split("\n")) == ["", "to one", "to other"]
@@ -130,7 +133,9 @@ def test_what_comes_from_elsewhere_does_not_steer_the_terminal(
     tmp_path: Path, said: list[str]
 ) -> None:
     ledger = Ledger(tmp_path / "requests.jsonl")
-    watch = SiteWatch(tmp_path, tmp_path, Caps(), 0, Screen(said.append, terminal=False))
+    watch = SiteWatch(
+        tmp_path, NewLines(tmp_path / LOG), Caps(), 0, Screen(said.append, terminal=False)
+    )
     ledger.note(caller="user 0", step="1", failed="ValueError: \033[2J\rall is well")
     watch()
     assert words(said)[1] == "refused at step 1: ValueError: ?[2J?all is well"
@@ -155,7 +160,11 @@ def test_what_a_screen_could_not_show_yet_is_shown_later(
     monkeypatch.setattr("coterie.federation.watching.time.monotonic", lambda: seconds[0])
     ledger = Ledger(tmp_path / "requests.jsonl")
     watch = SiteWatch(
-        tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False)
+        tmp_path,
+        NewLines(tmp_path / LOG),
+        Caps(gradients=100),
+        0,
+        Screen(said.append, terminal=False),
     )
     for step in range(3):
         ledger.give(5, caller="user 0", step=str(step))
@@ -176,7 +185,11 @@ def test_a_full_disk_is_on_the_sites_screen(
     free = [10**9]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
     watch = SiteWatch(
-        tmp_path, tmp_path, Caps(gradients=100), 0, Screen(said.append, terminal=False)
+        tmp_path,
+        NewLines(tmp_path / LOG),
+        Caps(gradients=100),
+        0,
+        Screen(said.append, terminal=False),
     )
     for free[0] in (10**9, 1000, 0, 10**9):
         watch()

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import coterie
-from coterie.federation.wheel import write_wheel
+from coterie.federation.kits import write_wheel
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -10,15 +10,14 @@ import torch
 import coterie
 from coterie.errors import KnobError
 from coterie.gradients.gradients import (
-    FiniteLater,
     add_up,
     by_name,
     complete,
-    is_finite,
     keep_finite,
     present,
     weighted_sum,
 )
+from coterie.gradients.parameters import FiniteLater, is_finite
 
 OWN = torch.tensor([1.0, 2.0, 4.0])
 

@@ -96,6 +96,65 @@ def test_a_sum_that_is_too_long_leaves_user_0_alone() -> None:
     assert torch.equal(after["c"], state["c"])
 
 
+def test_two_rows_have_no_median() -> None:
+    """With less than three, the mean of the rows is compared with those before, as sums are."""
+    own, weights = torch.ones(2), {"a": 0.5, "b": 0.5}
+    bound, rows = NormBound(3.0, own), torch.tensor([[1.0, 0.0], [100.0, 0.0]])
+    two = Gradients(own, rows=rows, names=("a", "b"), answered=1.0)
+    assert bound.kept(two, weights, rows=True) is two
+    later = replace(two, rows=10 * rows)
+    for as_rows in (True, False):
+        found = bound.kept(later, weights, rows=as_rows)
+        assert (found.answered, set(found.left_out)) == (0, {"a", "b"})
+        assert found.rows is None or found.rows.shape == (0, 2)
+    summed = bound.kept(two, weights, rows=False)
+    assert summed.peers is not None
+    assert summed.peers.tolist() == [50.5, 0.0]
+
+
+def test_nothing_too_long_is_the_plain_sum() -> None:
+    own, rows = torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
+    g = Gradients(own, rows=rows, names=("a", "b", "c"))
+    found = NormBound(3.0, own).kept(g, dict.fromkeys("abc", 1 / 3), rows=False)
+    assert found.rows is None
+    assert found.peers is not None
+    torch.testing.assert_close(found.peers, torch.ones(2))
+
+
+def test_what_a_captured_step_asks_is_what_another_is_told() -> None:
+    own, rows = torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [-40.0, 0.0]])
+    g = Gradients(own, rows=rows, names=("a", "b", "c"))
+    assert bool(NormBound(3.0, own).exceeded(g))
+    assert not bool(NormBound(100.0, own).exceeded(g))
+    two, none = {"rows": rows[:2], "names": ("a", "b")}, {"rows": None, "names": ()}
+    for before, after in (
+        (two, two | {"rows": rows[1:]}),
+        (none | {"peers": rows[0]}, none | {"peers": 40 * rows[0]}),
+    ):
+        bound = NormBound(3.0, own)
+        first, second = (replace(g, answered=1.0, **each) for each in (before, after))
+        assert not bool(bound.exceeded(first)), "there is nothing to compare it with"
+        assert bool(bound.exceeded(second))
+    nobody = replace(g, rows=rows[:0], names=(), answered=0.0)
+    assert not bool(NormBound(3.0, own).exceeded(nobody))
+
+
+def test_as_long_as_the_bound_is_not_too_long() -> None:
+    own = torch.zeros(2)
+    bound, sums = NormBound(3.0, own), [torch.tensor([size, 0.0]) for size in (1.0, 3.0, 3.5)]
+    assert [bool(bound.long_sums(own, each)) for each in sums] == [False, False, True]
+    rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 0.0]])
+    assert not long_rows(rows, own, 3.0).any()
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_after_a_sum_that_is_no_number_the_next_is_the_first(wrong: float) -> None:
+    own, bound = torch.zeros(2), NormBound(3.0, torch.zeros(2))
+    assert bool(bound.long_sums(own, torch.tensor([wrong, 0.0]))) == math.isinf(wrong)
+    assert not bool(bound.long_sums(own, torch.tensor([100.0, 0.0])))
+    assert bool(bound.long_sums(own, torch.tensor([301.0, 0.0])))
+
+
 def users(n: int = 5, spike: float = -1.0) -> tuple[coterie.User, list[coterie.User]]:
     """Return users one of whom has a wrong example of another size, which is drawn now and then."""
     made = []

@@ -77,6 +77,15 @@ def test_a_group_of_its_own_is_heard(group: tuple[int, ...]) -> None:
             assert not any(opposition.opposed(own, rows, NAMES))
 
 
+def test_half_of_the_others_are_not_most() -> None:
+    """The third opposes user 0 and the first; the second wants something else, the fourth the same as it."""
+    x, y, _ = torch.eye(3)
+    opposition = Opposition()
+    for _ in range(60):
+        opposed = opposition.opposed(x, torch.stack([x, y, -x, -x]), ("a", "b", "c", "d"))
+    assert opposed == [False] * 4
+
+
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, math.inf, math.nan])
 def test_any_length_is_taken(size: float) -> None:
     rows = torch.ones(3, 4)

@@ -107,6 +107,7 @@ def test_hooks_on_gradients_are_refused_since_nothing_would_call_them(register: 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is not supported in Python:FutureWarning")
 def test_scripted_modules_are_refused_with_the_remedy(inside: bool) -> None:
     scripted = torch.jit.script(nn.Linear(2, 1))
     with pytest.raises(ModelError, match="give the module that it was made from"):

@@ -46,6 +46,7 @@ def general_solver(noise: Array, bias: Array, kappa: float) -> Array:
     return np.asarray(tau)
 
 
+@pytest.mark.filterwarnings("ignore:Values in x were outside bounds:RuntimeWarning")  # older SciPy
 @pytest.mark.parametrize("seed", range(60))
 def test_water_filling_matches_a_general_solver(seed: int) -> None:
     rng = np.random.default_rng(seed)

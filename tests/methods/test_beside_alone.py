@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import coterie
 from coterie import methods
 from coterie.errors import GradientError
-from coterie.methods.variance.own_variance import OwnVariance
+from coterie.methods.own_variance import OwnVariance
 from coterie.rules import State
 
 WITH_PEERS = [method for method in METHODS if not isinstance(method, OwnVariance)]

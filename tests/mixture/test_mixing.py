@@ -1,16 +1,21 @@
 """Candidates that are not linear beside those that are: what is served is what was told."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import stdtrit
+from scipy.stats import ttest_1samp
 from torch import nn
 
 from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import FAMILIES, SOFTMAX, SQUARED, Array, Family
-from coterie.mixture.fit import fit_here
-from coterie.mixture.mixing import mix, mixed, without_small
+from coterie.mixture.fit import Fitted, fit_here
+from coterie.mixture.mixing import MixtureEntry, mean_difference, mix, mixed, without_small
 from coterie.mixture.served import MixedPredictions, Predictor, linear_model
 from coterie.tables.models import load_model, save_model
 
@@ -124,3 +129,62 @@ def test_a_rows_weights_are_found_without_its_fold() -> None:
     changed = (before.outputs != after.outputs)[:, 0]
     np.testing.assert_array_equal(changed, folds != 1)
     assert (before.weights != after.weights).any()
+
+
+def test_of_each_fold_the_loss_of_the_mixture_without_it_is_known() -> None:
+    """By hand: weights from the blind losses of the other folds, outputs of the models without the fold."""
+    random, folds = np.random.default_rng(0), np.arange(12) % 3
+    by_fold, targets = random.normal(size=(3, 12, 4, 1)), random.normal(size=(12, 1))
+    blind = by_fold[folds, np.arange(12)]
+    about: dict[str, Any] = {"parameters": np.zeros((2, 2, 1)), "by_fold": by_fold[:, :, :2]}
+    blocks = [
+        Candidates("alone", blind[:, :2], alone=True, **about),
+        Candidates("other", blind[:, 2:], **about | {"by_fold": by_fold[:, :, 2:]}),
+    ]
+    found = mix(SQUARED, targets, folds, blocks)
+    for q in range(3):
+        total = np.square(blind - targets[:, None])[folds != q, :, 0].sum(0)
+        w = np.exp(-(total - total.min()) / (total.min() / 8) / 4)
+        served = by_fold[q, :, :, 0] @ (w / w.sum())
+        expected = np.square(served - targets[:, 0]).mean()
+        np.testing.assert_allclose(found.served.of_folds[q], expected, rtol=1e-9)
+    without = mix(SQUARED, targets, folds, [blocks[0], replace(blocks[1], by_fold=None)])
+    assert without.served.of_folds.size == 0
+    np.testing.assert_array_equal(without.served.losses, found.served.losses)
+
+
+def test_an_interval_leaves_out_as_many_on_either_side_of_skewed_losses() -> None:
+    """Means of 20 rows of which few have most of the sum; Student's t leaves out many more above."""
+    random, mean = np.random.default_rng(0), math.exp(0.5)
+    rows = random.lognormal(size=(2000, 20))
+    ends = np.array([mean_difference(each, 4, np.zeros(4))[1:] for each in rows])
+    plain = np.array([ttest_1samp(each, 0).confidence_interval() for each in rows])
+    covered, by_t = (((e[:, 0] <= mean) & (mean <= e[:, 1])).mean() for e in (ends, plain))
+    assert covered > 0.9 > by_t
+    assert (mean > ends[:, 1]).mean() < 0.75 * (mean > plain[:, 1]).mean()
+
+
+def test_models_of_folds_that_differ_widen_an_interval_by_the_jackknifes_variance() -> None:
+    changes, moved = np.tile([-1.0, 1.0], 10), np.array([0.1, -0.1, 0.2, 0.0])
+    rows, of_folds = changes.var(ddof=1) / 20, 3 / 4 * 4 * moved.var()
+    low, high = mean_difference(changes, 4, moved)[1:]
+    reach = stdtrit(19, 0.975) * math.sqrt(rows + 5 * of_folds)
+    np.testing.assert_allclose([low, high], [-reach, reach])
+    assert mean_difference(changes, 4, moved + 3) == pytest.approx((0, low, high))
+
+
+@pytest.mark.parametrize("family", [SOFTMAX, SQUARED], ids=lambda family: family.name)
+def test_a_constant_is_served_where_own_rows_speak_for_it(family: Family) -> None:
+    """Twenty to one: 2.94 nats in all; of squares, 40 halves of the logarithm's first order."""
+
+    def entry(losses: Array) -> MixtureEntry:
+        return MixtureEntry(1.0, losses, np.zeros((2, 1)))
+
+    guess = entry(np.ones(40))
+    nats = math.log(0.95 / 0.05) / 40 * (2 if family.is_squared else 1)
+    for more, constant in ((0.99 * nats, False), (1.01 * nats, True), (-1.0, False)):
+        mixture = entry(np.linspace(0, 2, 40) + more)  # as far apart as rows may be
+        lines = {"constant": guess}
+        fitted = Fitted.of(mixture, mixture, lines, np.zeros(0), folds=4, family=family)
+        assert fitted.is_constant is constant
+        assert fitted.served is (guess if constant else mixture)

@@ -15,6 +15,16 @@ def one_prior(variance: float, k: int, mean: float = 0.0) -> Priors:
     return Priors(np.full((5, 1, k), mean), np.full((5, 1, k), variance), np.ones(1))
 
 
+def test_rows_with_what_is_no_number_do_not_count() -> None:
+    inputs, targets = np.ones((5, 2)), np.arange(5.0)[:, None]
+    whole = Rows(inputs, targets)
+    assert whole.finite() is whole
+    inputs, targets = inputs.copy(), targets.copy()
+    inputs[1, 1], targets[3, 0] = np.nan, np.inf
+    assert Rows(inputs, targets).finite().targets[:, 0].tolist() == [0.0, 2.0, 4.0]
+    assert Rows(inputs, targets).finite().inputs.shape == (3, 2)
+
+
 def test_squared_is_ridge() -> None:
     y = X @ np.arange(5.0) + RANDOM.normal(size=60)
     found = most_probable(Rows(X, y[:, None]), SQUARED, one_prior(0.2, 1))

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 from coterie.paper import STUDIES, Line
-from coterie.paper.series import recorded
+from coterie.paper.lines import best, constant_steps, decreasing_steps, drifting_optimum, recorded
 from coterie.paper.studies import DRIFT_STEPS, STEPS, paper_problem
-from coterie.paper.tuned import best, constant_steps, decreasing_steps, drifting_optimum
 from coterie.reporting.figures import gain_factor
 from coterie.rules import Alone, BiasCorrection
 from coterie.theory.quadratic import NoisyQuadratic, Quadratic

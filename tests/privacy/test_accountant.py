@@ -9,7 +9,17 @@ from tests.support.accountants import by_prv, by_renyi, exact_gaussian
 from tests.support.adaptive_sizes import delta_reached
 
 from coterie.errors import CoterieError, KnobError
-from coterie.privacy.accountant import MAX_KINDS, Budget, Event, epsilon_of, least_noise, merged
+from coterie.privacy import accountant
+from coterie.privacy.accountant import (
+    LEAST_NOISE,
+    MAX_KINDS,
+    MOST_NOISE,
+    Budget,
+    Event,
+    epsilon_of,
+    least_noise,
+    merged,
+)
 from coterie.privacy.privacy import LEAST_DELTA, Privacy
 
 
@@ -70,6 +80,22 @@ def test_no_other_events_are_there(rate: float, noise: float) -> None:
         Event(rate, noise)
 
 
+@pytest.mark.parametrize("noise", [LEAST_NOISE, MOST_NOISE])
+def test_the_ends_of_the_range_are_in_it(noise: float) -> None:
+    assert Event(1.0, noise).noise == noise
+
+
+def test_a_loss_that_fits_into_no_memory_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean loss of one of these is (rate/noise)²/2, 1/32."""
+    monkeypatch.setattr(accountant, "NO_PROMISE", 2.0)
+    event, delta = Event(0.5, 2.0), 1.25e-5
+    assert epsilon_of({event: 63}, delta) < 100
+    assert epsilon_of({event: 64}, delta) < 100
+    assert epsilon_of({event: 65}, delta) == math.inf
+    assert epsilon_of({Event(1.0, 1.0): 3, Event(0.5, 4.0): 63}, delta) < 100
+    assert epsilon_of({Event(1.0, 1.0): 3, Event(0.5, 4.0): 65}, delta) == math.inf
+
+
 @pytest.mark.parametrize(
     "events",
     [{Event(0.01, 1.0): 1000}, {Event(0.01 * k, 2.0): 10 for k in range(1, MAX_KINDS + 1)}],
@@ -97,6 +123,14 @@ def test_kinds_that_are_merged_cost_no_less_and_keep_their_number(most: int) -> 
     assert found.total() == sum(events.values())
     assert epsilon_of(events, 1e-5) < epsilon_of(found, 1e-5)
     assert merged(events) == events, "few kinds stay as they are"
+
+
+def test_the_nearest_rates_become_alike_one_after_the_other() -> None:
+    events = {Event(rate, 2.0): k for k, rate in enumerate((0.01, 0.1, 0.5, 0.55, 1.0), 1)}
+    first = {Event(0.01, 2.0): 1, Event(0.1, 2.0): 2, Event(0.55, 2.0): 7, Event(1.0, 2.0): 5}
+    assert merged(events, 4) == first
+    assert merged(events, 3) == {Event(0.01, 2.0): 1, Event(0.1, 2.0): 2, Event(1.0, 2.0): 12}
+    assert merged(events, 5) == merged(events) == events
 
 
 def test_kinds_that_become_alike_are_all_counted() -> None:

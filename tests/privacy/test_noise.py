@@ -72,6 +72,14 @@ def test_noise_for_a_gpu_is_there_and_as_large() -> None:
     assert float(noise.std()) == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.cuda
+def test_a_gpu_makes_the_hosts_numbers_of_the_same_stream() -> None:
+    key, n = bytes(range(32)), 2 * CHUNK + 77
+    host = [chunk.clone() for chunk in normals_of(key, n)]
+    (there,) = normals_of(key, n, torch.device("cuda"))
+    torch.testing.assert_close(there.cpu(), torch.cat(host), rtol=1e-12, atol=1e-12)
+
+
 def chacha20_block(key: bytes, counter: int) -> bytes:
     """Return a block of the stream by the steps of RFC 8439."""
     words = [

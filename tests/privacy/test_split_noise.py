@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.private_gradients import PrivateGradients
-from coterie.engines.private_peers import PrivatePeers
-from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.engine import PrivatePeers, Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.engines.requests import Request
 from coterie.errors import KnobError
 from coterie.privacy.accountant import Event, epsilon_of
 from coterie.privacy.masks import Agreement, NoiseShare

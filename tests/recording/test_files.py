@@ -13,7 +13,7 @@ from tests.support import intruders
 
 from coterie.errors import FileError
 from coterie.recording import files
-from coterie.recording.chained_lines import ChainedLines
+from coterie.recording.files import ChainedLines
 
 CONTENT = {"name": "Zoë", "numbers": [0.1 + 0.2, -0.0, 3], "nested": {"none": None, "true": True}}
 

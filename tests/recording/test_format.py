@@ -17,8 +17,8 @@ from coterie.recording import (
     UserSummary,
     checkpoint,
 )
-from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.costs import total
+from coterie.recording.files import ChainedLines
 
 CONFIGURATION: dict[str, Any] = {
     "alone": False,
@@ -40,6 +40,7 @@ CONFIGURATION: dict[str, Any] = {
     "norm_bound": 3.0,
     "exchange_every": 1,
     "local_steps": 1,
+    "memory": None,
     "lr": 0.001,
     "data": "",
     "frozen": "",

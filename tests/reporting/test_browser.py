@@ -26,9 +26,18 @@ from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies
 from coterie.federation import live
 from coterie.reporting import plan_page
-from coterie.reporting.charts import Bar, Interval, bar_chart, interval_chart, line_chart
 from coterie.reporting.figures import gain_factor
-from coterie.reporting.page import Lead, Section, Tile, write_page
+from coterie.reporting.page import (
+    Bar,
+    Interval,
+    Lead,
+    Section,
+    Tile,
+    bar_chart,
+    interval_chart,
+    line_chart,
+    write_page,
+)
 from coterie.reporting.verdict import difference
 from coterie.reporting.whom import peer_shares
 from coterie.theory import Constants

@@ -12,7 +12,7 @@ from tests.support.records import configuration
 from coterie.errors import KnobError
 from coterie.recording import Point, Record
 from coterie.reporting import figures
-from coterie.reporting.charts import Interval, interval_chart
+from coterie.reporting.page import Interval, interval_chart
 
 
 def test_every_figure_says_what_it_shows() -> None:

@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from tests.support.heart import hospitals
 from typer.testing import CliRunner
 
-from coterie.benchmark.sets.heart import read
+from coterie.benchmark.sets.tables import heart
 from coterie.cli import app
 from coterie.sklearn import CoterieClassifier
 
@@ -26,7 +26,7 @@ RUNNER = CliRunner()
 
 def real_heart(path: Path) -> pd.DataFrame:
     """Write the 920 patients of four hospitals, and return them."""
-    people = read(Path(str(REAL)) / "heart_disease")
+    people = heart(Path(str(REAL)) / "heart_disease")
     assert isinstance(people.inputs, pd.DataFrame)
     people.inputs.assign(hospital=people.owners, ill=people.targets).to_csv(path, index=False)
     return pd.read_csv(path)

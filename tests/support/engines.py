@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tests.support import processes
 from tests.support.flower import DirectGrid
-from tests.support.nvflare import OverNvflare
+from tests.support.over_nvflare import OverNvflare
 from torch import nn
 
 import coterie

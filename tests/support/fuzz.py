@@ -22,11 +22,11 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import read_gradients
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.processes.engine import _HELLO, _Member, check_hellos, serve
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.messages import answer_message, read_reply
-from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.responder import Responder, answer_message
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import CoterieError
 from coterie.privacy.sums import SumsOnly
@@ -186,9 +186,10 @@ def replies_to_user_0(n: int, seed: int = 0) -> Counter[str]:
     fields = {"gradients": np.zeros(tuple(points.shape)), "site": "a", "step": 3, "seconds": 0.0}
 
     def read(message: Any) -> None:
-        gradients = read_reply("a", message, 3, points)
-        if gradients is None or isinstance(gradients, str):  # or why there are none
-            assert gradients is None or (gradients.isprintable() and len(gradients) < 200)
+        gradients = read_gradients("a", message, 3, points)
+        if isinstance(gradients, str):  # or why there are none
+            assert gradients.isprintable()
+            assert len(gradients) < 200
             raise CoterieError(gradients)
         assert gradients.shape == points.shape
 

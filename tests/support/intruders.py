@@ -25,15 +25,15 @@ from tests.support.masked import tau_of
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
-from coterie.engines.processes.link import TAG_BYTES, Link, Seal
+from coterie.engines.processes.processes import TAG_BYTES, Link, Seal
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies
-from coterie.engines.requests import Request
 from coterie.errors import CoterieError, MaskError, PeerLost
-from coterie.federation.everyone.sealed_sites import KNOWN_KEYS, KnownKeys, SealedSites, answered
 from coterie.federation.manifest import Kit, verify
+from coterie.federation.member import KNOWN_KEYS, KnownKeys, SealedSites, answered
 from coterie.federation.settings import lead_settings, site_settings
 from coterie.privacy.calls import Calls
 from coterie.privacy.keys import Identity

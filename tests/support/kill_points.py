@@ -33,7 +33,7 @@ import coterie
 from coterie.data import from_table
 from coterie.engines.peer.ledger import Ledger
 from coterie.recording import files
-from coterie.recording.chained_lines import ChainedLines, _chained
+from coterie.recording.files import ChainedLines, _chained
 from coterie.tables.fit import fit
 
 WHEN = ("before", "during", "after")

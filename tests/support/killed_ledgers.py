@@ -16,9 +16,9 @@ from torch import nn
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Peer
 from coterie.engines.peer.ledger import Ledger
-from coterie.engines.requests import Request
 from coterie.errors import FileError
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Event, epsilon_of

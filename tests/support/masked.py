@@ -57,7 +57,7 @@ def peer_of(user: coterie.User, **settings: Any) -> Peer:
     """Return a peer whose gradients are `drawn`."""
     peer = small_peers.peer_of(user, **settings)
     peer.identity = _identity(user.name)
-    peer._gradients = lambda request, added=None: (drawn(user.name, request.step)[None], 4)  # type: ignore[assignment]
+    peer._gradients = lambda request, added=None: (drawn(user.name, request.step)[None], 4)  # type: ignore[method-assign]
     return peer
 
 

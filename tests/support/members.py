@@ -16,10 +16,9 @@ import pandas as pd
 
 import coterie
 from coterie.errors import PeerLost
-from coterie.federation import kits
-from coterie.federation.everyone import sealed_sites
-from coterie.federation.everyone.member_run import MemberRun
+from coterie.federation import kits, member
 from coterie.federation.manifest import CERTIFICATES
+from coterie.federation.member import MemberRun
 from coterie.federation.participants import LOG, lead_participant
 from coterie.federation.provisioning import Consortium
 from coterie.federation.settings import Data, LeadSettings, Model, Training, site_settings
@@ -171,7 +170,7 @@ class Job:
         content = calls._opened(
             caller, (caller, name, "call"), call["number"], call["sealed"].tobytes()
         )
-        request = sealed_sites._content(content)["arguments"].get("request")
+        request = member._content(content)["arguments"].get("request")
         return int(request["step"]) if request else 0
 
     def _call(self, caller: str, name: str, method: str, arguments: Mapping[str, Any]) -> Any:

@@ -9,8 +9,7 @@ import pandas as pd
 import torch
 from tests.support.examples import everything
 
-from coterie.benchmark.population import Population
-from coterie.benchmark.tasks import SetTask, task_of
+from coterie.benchmark.tasks import Population, SetTask, task_of
 from coterie.users.examples import Examples
 
 

@@ -12,7 +12,7 @@ from coterie import User
 from coterie.data import Preparation, read_table
 from coterie.engines.peer import Peer
 from coterie.engines.remote import responder
-from coterie.engines.remote.messages import answer_message
+from coterie.engines.remote.responder import answer_message
 
 BYTES = 2**30
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import coterie
 
@@ -22,3 +23,10 @@ def steps_done(folder: Path) -> int:
     path = folder / "run" / "record.jsonl"
     points = coterie.Record.load(path).points if path.exists() else []
     return points[-1].step if points else 0
+
+
+def job_of(party: Any) -> Any:
+    """Return the process of the job at a server or site: the oldest of those that have loaded for one."""
+    mine = party.children(recursive=True)
+    there = [each for each in mine if "coterie.federation.launching" in each.cmdline()]
+    return min(there, key=lambda each: each.create_time())

@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "seed": 3,
     "exchange_every": 2,
     "local_steps": 2,
+    "memory": "2GB",
 }
 """A value of each plain setting that is not its default."""
 

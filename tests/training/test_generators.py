@@ -22,8 +22,7 @@ from coterie import methods
 from coterie.engines.in_process.model_support import warnings_as_errors
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
-from coterie.engines.private_peers import PrivatePeers
-from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.engine import PrivatePeers, Remote
 from coterie.engines.remote.sites import LocalSites
 from coterie.privacy.privacy import Privacy
 from coterie.users.sampling import seeded

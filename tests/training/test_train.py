@@ -22,7 +22,7 @@ from coterie.errors import KnobError
 from coterie.gradients.gradients import keep_finite, weighted_sum
 from coterie.recording import UserSummary, checkpoint
 from coterie.recording.costs import Traffic
-from coterie.training import ongoing
+from coterie.training import loop
 
 Users = Callable[..., list[coterie.User]]
 
@@ -244,12 +244,12 @@ def test_no_peer_fills_the_record_with_reasons_of_its_own(
     make_users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exploit: another reason at every step, each kept for good."""
-    monkeypatch.setattr(ongoing, "MOST_REASONS", 5)
+    monkeypatch.setattr(loop, "MOST_REASONS", 5)
     rule = coterie.WeightedAveraging(0.9)
     _, run = spoilt_run(make_users(), rule, lambda name, step, row: row[: -step - 1])
     assert len(run.record.end.left_out) == 3
     for reasons in run.record.end.left_out.values():
-        assert (len(reasons), reasons[ongoing.OTHER_REASONS]) == (6, 10)
+        assert (len(reasons), reasons[loop.OTHER_REASONS]) == (6, 10)
 
 
 def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:

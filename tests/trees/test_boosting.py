@@ -58,7 +58,7 @@ def test_one_tree_is_that_of_a_scalar_loop() -> None:
                     if gain > best + 1e-9:
                         best, where = gain, left
     grown = driven(grow(mine, bins, GROWTH._replace(trees=1, depth=1, looks=(1,))), lambda _: None)
-    expected = [-0.15 * slope[s].sum() / (s.sum() + 1) for s in (where, ~where)]
+    expected = [-GROWTH.rate * slope[s].sum() / (s.sum() + 1) for s in (where, ~where)]
     assert histogram[:, 2].sum() == 40 * 4
     assert grown.trees[0].values[0] == pytest.approx(expected)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
@@ -196,3 +197,58 @@ def test_the_estimators_mix_trees_and_refuse_steps_for_them() -> None:
     assert mixed.score(asked, truth) > 0.3
     with pytest.raises(KnobError, match="no steps"):
         CoterieClassifier(0, module="trees", lr=0.1).fit(x, y > 0)
+
+
+@pytest.mark.parametrize("classes", [0, 2])
+def test_monotone_constraints_hold_everywhere_and_only_where_they_are_asked(classes: int) -> None:
+    random = np.random.default_rng(3)
+    users = []
+    for seed in range(3):  # y falls and rises in column 0, beside much noise
+        x = random.normal(size=(80, 2)).round(1)
+        y = np.sin(2 * x[:, 0]) + x[:, 0] * x[:, 1] + random.normal(size=80)
+        targets = torch.tensor(y > 0).long() if classes else torch.tensor(y[:, None]).float()
+        users.append(coterie.User(f"user {seed}", torch.tensor(x).float(), targets))
+    functions = torch.nn.functional
+    loss = functions.cross_entropy if classes else functions.mse_loss
+
+    def fallen(signs: dict[int, int] | None) -> float:
+        """Return how far predictions fall along column 0, at most, and rise along column 1."""
+        model, rule = (
+            torch.nn.Linear(2, classes or 1),
+            coterie.Mixture(trees=True, monotonic_cst=signs),
+        )
+        run = coterie.train(model, loss, users[0], users[1:], rule, measure=False)
+        grid = torch.linspace(-3, 3, 61)
+        inputs = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1).reshape(-1, 2)
+        with torch.no_grad():
+            outputs = run.model(inputs)
+        told = outputs.softmax(1)[:, 1] if classes else outputs[:, 0]
+        table = told.reshape(61, 61)
+        return max(float((-table.diff(dim=0)).max()), float(table.diff(dim=1).max()))
+
+    assert fallen({0: 1, 1: -1}) < 1e-6
+    assert fallen(None) > 0.05
+
+
+def test_bad_constraints_are_refused() -> None:
+    me, peers, model, loss = task(3)
+    for signs, said in (({7: 1}, "from 0 to 3"), ({0: 2}, "1, -1 or 0"), ({0: 1}, "two classes")):
+        with pytest.raises(KnobError, match=said):
+            coterie.train(model, loss, me, peers, coterie.Mixture(monotonic_cst=signs))
+    network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU(), torch.nn.Linear(2, 3))
+    with pytest.raises(KnobError, match="closed form"):
+        coterie.train(network, loss, me, peers, coterie.Mixture(monotonic_cst={0: 1}))
+
+
+def test_the_estimators_keep_constraints_for_columns_by_name() -> None:
+    random = np.random.default_rng(0)
+    table = pd.DataFrame({"group": list("ab") * 60, "dose": random.normal(size=120).round(1)})
+    y = np.sin(3 * table["dose"]) + 0.3 * random.normal(size=120)
+    fitted = CoterieRegressor("group", monotonic_cst={"dose": 1}).fit(table, y)
+    grid = pd.DataFrame({"group": "a", "dose": np.linspace(-3, 3, 61)})
+    assert np.diff(fitted.predict(grid)).min() > -1e-6
+    assert np.diff(CoterieRegressor("group").fit(table, y).predict(grid)).min() < -0.05
+    with pytest.raises(KnobError, match="closed form"):
+        CoterieRegressor("group", lr=0.1, monotonic_cst={"dose": 1}).fit(table, y)
+    with pytest.raises(KnobError, match="no column of numbers"):
+        CoterieRegressor("group", monotonic_cst={"group": 1}).fit(table, y)

@@ -18,12 +18,12 @@ from torch import nn
 import coterie
 from coterie.engines.engine import MakeEngine
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.messages import answer_message, pack_request
+from coterie.engines.remote.responder import answer_message
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.engines.requests import Request
 from coterie.errors import DataError, UserCodeError
 from coterie.mixture.families import Array
 from coterie.privacy.sums import SumsOnly
@@ -83,16 +83,17 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
 
 
 def test_trees_are_those_of_one_process(make: MakeEngine) -> None:
-    """Two columns are alike, so that the order of sums would show."""
+    """Two columns are alike, so that the order of sums would show; in one outputs only rise."""
     me, *peers = users()
+    rule = dataclasses.replace(TREES, monotonic_cst={1: 1})
     here, there = (
-        coterie.train(nn.Linear(4, 2), LOSS, me, peers, TREES, engine=engine, **QUIET)
+        coterie.train(nn.Linear(4, 2), LOSS, me, peers, rule, engine=engine, **QUIET)
         for engine in (coterie.InProcess, make)
     )
     torch.testing.assert_close(outputs(here), outputs(there), atol=1e-5, rtol=0)
     account = there.record.end.account
     assert account["leaderboard"]["trees"]["weight"] > 0.05
-    assert account["exchanges"] in {0, 150}  # none where the peers are in this process
+    assert account["exchanges"] in {0, 200}  # none where the peers are in this process
 
 
 class Listening(LocalSites):
@@ -130,7 +131,7 @@ def test_a_run_that_dies_in_mid_tree_is_resumed_to_the_same_bits(tmp_path: Path)
         run_of(over(sites, peers), **how)
     again = run_of(over(sites, peers), resume=True, **how)
     assert torch.equal(outputs(whole), outputs(again))
-    assert again.record.end.account["exchanges"] == 39 + 150
+    assert again.record.end.account["exchanges"] == 39 + 200
 
 
 LIES: dict[str, tuple[Callable[[Array], Any], str]] = {
@@ -162,7 +163,7 @@ def test_histograms_that_cannot_be_are_left_out_and_told(lie: str) -> None:
     run = run_of(over(Listening(held(peers), change), peers))
     (why,) = run.record.end.left_out["peer 2"]
     assert LIES[lie][1] in why
-    levels = 100 if lie == "children" else 150
+    levels = 150 if lie == "children" else 200
     assert f"in {levels} exchanges" in why
     if lie != "children":
         fewer = [p for p in peers if p.name != "peer 2"]
@@ -177,7 +178,7 @@ def test_a_peer_that_is_lost_in_mid_tree_and_comes_back_is_told() -> None:
         return None if name == "peer 1" and step in lost else reply
 
     run = run_of(over(Listening(held(peers), change), peers, misses=2, probe_every=5))
-    assert run.record.end.account["exchanges"] == 150
+    assert run.record.end.account["exchanges"] == 200
     assert "peer 1" in run.record.end.left_out
     away, here = outputs(run), outputs(run_of(peers=peers))
     without = outputs(run_of(peers=peers[1:]))
@@ -185,19 +186,19 @@ def test_a_peer_that_is_lost_in_mid_tree_and_comes_back_is_told() -> None:
 
 
 def test_masked_sums_give_nearly_the_same() -> None:
-    """Masks round by a billionth; of two splits that are as good, the other may then be taken."""
+    """Masks round by a billionth, and are drawn anew: of two splits that are as good either may be taken."""
     peers = users()[1:]
     sites = LocalSites(held(peers), SumsOnly(peers=2, posteriors=True))
     masked, plain = run_of(over(sites, peers, secure_sums=True)), run_of(peers=peers)
-    assert masked.record.end.account["exchanges"] == 150
-    assert (outputs(masked) - outputs(plain)).abs().mean() < 0.02
+    assert masked.record.end.account["exchanges"] == 200
+    assert (outputs(masked) - outputs(plain)).abs().mean() < 0.25
     losses = [run.record.end.account["leaderboard"]["trees"]["loss"] for run in (masked, plain)]
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[0] == pytest.approx(losses[1], abs=0.03)
 
 
 def test_caps_count_levels_and_merge_bins_of_few_rows(tmp_path: Path) -> None:
     peers = users()[1:]
-    sites = held(peers, Caps(gradients=1500, examples=20), tmp_path)
+    sites = held(peers, Caps(gradients=2000, examples=20), tmp_path)
     seen: list[Array] = []
 
     def change(name: str, step: int, reply: Any) -> Any:
@@ -207,16 +208,16 @@ def test_caps_count_levels_and_merge_bins_of_few_rows(tmp_path: Path) -> None:
     run = run_of(over(Listening(sites, change), peers))
     planned = TREES.gradients_asked("me", [p.name for p in peers], StepSettings())
     for name, peer in sites.items():
-        assert peer.ledger.given == planned == 1500
+        assert peer.ledger.given == planned == 2000
         assert run.record.end.costs[name].gradients == planned
         lines = (tmp_path / name).read_text().splitlines()
-        assert sum('"e_step": "histograms"' in line for line in lines) == 150
+        assert sum('"e_step": "histograms"' in line for line in lines) == 200
     for numbers in seen:
         rows = numbers.reshape(-1, 3)[:, 2] * 2 * 60  # 70 rows are told as 60, three blocks of 20
         assert ((rows < 0.01) | (rows > 19.99)).all()
     spent = over(LocalSites(held(peers, Caps(gradients=7))), peers)
     refused = run_of(spent)
-    assert "in 150 exchanges" in next(iter(refused.record.end.left_out["peer 1"]))
+    assert "in 200 exchanges" in next(iter(refused.record.end.left_out["peer 1"]))
     assert torch.isfinite(outputs(refused)).all()
 
 
@@ -232,7 +233,7 @@ def a_question(columns: int = 4) -> Histograms:
 def test_a_question_goes_over_the_wire_as_it_is() -> None:
     asked, peer = a_question(), held(users()[1:])["peer 1"]
     request = Request(torch.zeros(1, 10), 0, 0, 32, e_step=asked)
-    sent = answer_message(peer, "user 0", pack_request(request))["gradients"]
+    sent = answer_message(peer, "user 0", request.message())["gradients"]
     other = held(users()[1:])["peer 1"].answer(request).gradients
     assert other is not None
     np.testing.assert_array_equal(sent, other.numpy())
@@ -278,7 +279,7 @@ JUNK: tuple[Any, ...] = (
 def test_nonsense_for_a_question_is_refused_and_told(field: str) -> None:
     """Whoever makes the message: a site answers why, computes nothing, and counts nothing."""
     peer = held(users()[1:], Caps(gradients=100))["peer 1"]
-    message = pack_request(Request(torch.zeros(1, 10), 0, 0, 32, e_step=a_question()))
+    message = Request(torch.zeros(1, 10), 0, 0, 32, e_step=a_question()).message()
     for junk in JUNK:
         wrong = {**message, "e_step": message["e_step"] | {field: junk}}
         reply = answer_message(peer, "user 0", wrong)
@@ -287,7 +288,7 @@ def test_nonsense_for_a_question_is_refused_and_told(field: str) -> None:
         assert isinstance(reply.get("refused"), str), (field, junk)
         assert "failed" not in reply["refused"], (field, junk)
     assert peer.ledger.given == 0
-    other = pack_request(Request(torch.zeros(1, 10), 0, 0, 32, e_step=a_question(5)))
+    other = Request(torch.zeros(1, 10), 0, 0, 32, e_step=a_question(5)).message()
     assert answer_message(peer, "user 0", other)["refused"] == "its linear layer has another size"
 
 

@@ -9,11 +9,18 @@ can stay among them and do harm step after step. The guard protects user 0 from 
 `coterie.training.guard`.
 """
 
-from coterie.aggregators.coordinates import CoordinateMedian, Mean, TrimmedMean
-from coterie.aggregators.distances import CentredClipping, Krum, MultiKrum
 from coterie.aggregators.geometric_median import GeometricMedian
 from coterie.aggregators.points import Aggregator, Points
-from coterie.aggregators.pre_aggregation import Bucketing, NearestNeighbourMixing
+from coterie.aggregators.robust import (
+    Bucketing,
+    CentredClipping,
+    CoordinateMedian,
+    Krum,
+    Mean,
+    MultiKrum,
+    NearestNeighbourMixing,
+    TrimmedMean,
+)
 from coterie.registry import Computed, Registry
 
 __all__ = [

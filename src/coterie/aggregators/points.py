@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie.arguments import checked, whole
 from coterie.errors import KnobError
-from coterie.gradients.gradients import is_finite
+from coterie.gradients.parameters import is_finite
 
 FloatArray: TypeAlias = NDArray[np.float64]
 

@@ -2,10 +2,10 @@
 
 from coterie.benchmark.cells import Cell, Selection, Store
 from coterie.benchmark.contenders import Contender, MethodSetting
-from coterie.benchmark.population import Population
 from coterie.benchmark.results import in_short, write_results
 from coterie.benchmark.running import measure_cells, run
 from coterie.benchmark.sets import SETS, UserSet, register_set
+from coterie.benchmark.tasks import Population
 from coterie.benchmark.tools import Tool
 from coterie.benchmark.totals import overall, summary, table
 

@@ -11,10 +11,9 @@ from typing import Any
 import coterie
 from coterie.benchmark.contenders import RATES, Contender
 from coterie.benchmark.methods import contender, names
-from coterie.benchmark.population import CONDITIONS, GradientAttack, condition_of
 from coterie.benchmark.sets import SETS, UserSet, load
 from coterie.benchmark.sets.user_set import MODELS
-from coterie.benchmark.tasks import candidates
+from coterie.benchmark.tasks import CONDITIONS, GradientAttack, candidates, condition_of
 from coterie.benchmark.tools import Tool
 from coterie.benchmark.totals import ALONE
 from coterie.errors import KnobError, did_you_mean

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from coterie.benchmark.population import Population
+from coterie.benchmark.tasks import Population
 from coterie.choosing import chooser_for
 from coterie.errors import KnobError
 from coterie.registry import Computed, Entry, RunSizes

@@ -13,8 +13,18 @@ from coterie.choosing import AdaptiveAveraging, Algorithm
 from coterie.data import Task, digits_by_writer
 from coterie.recording.configuration import counted
 from coterie.recording.result import Comparison, Difference
-from coterie.reporting.charts import Bar, Points, bar_chart, bar_picture, interval_chart, line_chart
-from coterie.reporting.page import Lead, Section, Tile, write_page
+from coterie.reporting.page import (
+    Bar,
+    Lead,
+    Points,
+    Section,
+    Tile,
+    bar_chart,
+    bar_picture,
+    interval_chart,
+    line_chart,
+    write_page,
+)
 from coterie.reporting.run_page import interval
 from coterie.reporting.verdict import Verdict, difference, judged
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging

@@ -5,12 +5,15 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from coterie.benchmark.cells import Store
 from coterie.benchmark.contenders import BUDGET, PLAIN_RATES, RATES
-from coterie.benchmark.population import GradientAttack, condition_of
+from coterie.benchmark.tasks import GradientAttack, condition_of
 from coterie.benchmark.tools import TOOLS
 from coterie.benchmark.totals import (
     ALONE,
@@ -27,7 +30,6 @@ from coterie.recording import files
 from coterie.recording.configuration import counted
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
 
@@ -52,8 +54,6 @@ def write_results(store: Store, out: Path) -> "pd.DataFrame":
 
 def _write_for_papers(out: Path, parts: Mapping[str, "pd.DataFrame"]) -> None:
     """Write every table as CSV, Markdown and LaTeX, and every figure as PDF and SVG."""
-    import pandas as pd
-
     tables = {"methods": in_short(parts["overall"]), "differences": over_sets(parts["conditions"])}
     for condition, part in parts["summary"].groupby("condition", sort=False):
         tables[str(condition)] = _by_place(part)
@@ -99,21 +99,10 @@ def latex(rows: Sequence[Mapping[str, Any]]) -> str:
         \end{tabular}
         <BLANKLINE>
     """
-    lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)] if rows else []
-    written = [" & ".join(_tex(cell) for cell in line) + r" \\" for line in lines]
-    written[1:1] = [r"\midrule"]
-    columns = "l" + "r" * (len(lines[0]) - 1) if lines else "l"
-    head = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
-    return "\n".join([*head, *written, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _tex(cell: object) -> str:
-    text = str(cell).replace("\\", r"\textbackslash ")
-    for sign in "&%$#_{}":
-        text = text.replace(sign, f"\\{sign}")
-    for sign, said in {"±": r"$\pm$", "−": "$-$", "~": r"\textasciitilde{}", "^": r"\^{}"}.items():
-        text = text.replace(sign, said)
-    return text
+    frame = pd.DataFrame(rows).astype(str)
+    columns = "l" + "r" * (frame.shape[1] - 1)
+    text = frame.to_latex(index=False, escape=True, column_format=columns)
+    return text.replace("±", r"$\pm$").replace("−", "$-$")
 
 
 def in_short(totals: "pd.DataFrame") -> list[dict[str, Any]]:
@@ -212,40 +201,20 @@ def _write_page(
     from coterie.reporting.page import Lead, Section, write_page
 
     compared = int((means["method"] != means["best_alone"]).sum())
-    users, seeds = (
-        counted(int(means[name].max()), name.removesuffix("s")) for name in ("users", "seeds")
+    about = resources.files("coterie.benchmark").joinpath("results.txt").read_text("utf-8")
+    said = about.format(
+        **{name: counted(int(means[name].max()), name[:-1]) for name in ("users", "seeds")},
+        budget=BUDGET,
+        rates=", ".join(map(str, RATES)),
+        plain_rates=", ".join(map(str, PLAIN_RATES)),
+        steps=store.steps,
+        alone=" and ".join(f"`{name}`" for name in ALONE),
+        compared=compared,
+        significant=f"{SIGNIFICANT:g}",
+        level=f"{LEVEL:.0%}",
+        harmed=f"{HARMED:g}",
     )
-    text = [
-        (
-            f"Users of real data sets (up to {users} a set, {seeds}) with few examples each learn a"
-            " model with their peers' gradients. The score is the accuracy on the user's test"
-            " examples, or −RMSE in standard deviations of all targets."
-        ),
-        (
-            f"Every method chooses among at most {BUDGET} settings by the loss on the user's"
-            f" validation examples, step sizes included: {', '.join(map(str, RATES))} of Adam,"
-            f" {', '.join(map(str, PLAIN_RATES))} of plain steps. User 0 computes {store.steps}"
-            " gradients in a run. The test examples are used once, with the chosen setting."
-        ),
-        (
-            "Plain tools (sklearn-…) are ridge or logistic regression and boosted trees by"
-            " scikit-learn, on the user's training and validation rows together and on the peers'"
-            " rows. The best Alone of a set and condition is that of"
-            f" {' and '.join(f'`{name}`' for name in ALONE)} with the higher mean score; for the"
-            " log loss, with the lower mean loss."
-        ),
-        (
-            "± is one standard error over users, seeds averaged within each; over all sets it is"
-            " one between sets. Differences to the best Alone are paired. Better and worse: by"
-            f" more than {SIGNIFICANT:g} standard errors; beside it how often chance would show"
-            f" that on each side. Corrected: better/worse where all {compared} comparisons of this"
-            f" page together may err by chance with {LEVEL:.0%}. Near best: the best method in a"
-            " set and condition, or behind it by at most one standard error of the difference."
-            " Harmed: users whose test examples put them below the best Alone by more than"
-            f" {HARMED:g} standard errors, beside it how many chance would show. Settings: how many"
-            " each chose from."
-        ),
-    ]
+    text = [" ".join(paragraph.split()) for paragraph in said.split("\n\n")]
     loss = over_sets(conditions, "loss_difference")
     sections = [
         Section("What was measured", text, [in_short(totals), over_sets(conditions)]),

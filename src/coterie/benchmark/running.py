@@ -7,26 +7,22 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 
 from coterie.benchmark.cells import Cell, Selection, Store
 from coterie.benchmark.contenders import Contender
 from coterie.benchmark.methods import DEFAULT
-from coterie.benchmark.population import CONDITIONS
 from coterie.benchmark.results import write_results
 from coterie.benchmark.sets import UserSet, load
-from coterie.benchmark.tasks import task_of
+from coterie.benchmark.tasks import CONDITIONS, task_of
 from coterie.benchmark.tools import Tool
 from coterie.benchmark.tuning import Tuning
 from coterie.errors import KnobError
 from coterie.recording.claim import claimed
 from coterie.registry import import_from_environment
 from coterie.users.sampling import seeded
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def run(

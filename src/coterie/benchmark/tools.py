@@ -16,8 +16,7 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import log_softmax
 
-from coterie.benchmark.population import Numbers, Population
-from coterie.benchmark.tasks import SetTask
+from coterie.benchmark.tasks import Numbers, Population, SetTask
 from coterie.benchmark.tuning import Outcome, held_out, outcome_of
 from coterie.mixture.candidates import Candidates
 from coterie.mixture.families import SOFTMAX, SQUARED
@@ -172,10 +171,13 @@ def forest(peers: Sequence[ToolRows], n_classes: int) -> Fit:
     return fit
 
 
-def closed_form(peers: Sequence[ToolRows], n_classes: int, *, trees: bool = False) -> Fit:
+def closed_form(
+    peers: Sequence[ToolRows], n_classes: int, *, trees: bool = False, **growing: Any
+) -> Fit:
     """Fit coterie's own linear models in closed form, as `coterie.Mixture` does.
 
-    With trees as further candidates where it is asked for. It has no strength to choose.
+    With trees as further candidates where it is asked for, and what `growing` says of them. It has
+    no strength to choose.
     """
     from coterie.trees.tree_candidates import candidates
 
@@ -188,7 +190,7 @@ def closed_form(peers: Sequence[ToolRows], n_classes: int, *, trees: bool = Fals
         )
 
         def grown(folds: Numbers) -> Sequence[Candidates]:
-            return candidates(mine, others_rows, family, folds) if trees else ()
+            return candidates(mine, others_rows, family, folds, **growing) if trees else ()
 
         fitted = fit_here(own.x, own.y, others, family, n_classes or 1, others=grown)
         model = fitted.served.model(family, intercept=True)

@@ -4,13 +4,11 @@ Means, paired differences to the best Alone, who won, who was harmed.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy import special
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TASK = ["set", "model", "condition", "user", "seed"]
 PLACE = ["set", "model", "condition"]
@@ -40,8 +38,6 @@ def table(rows: Sequence[dict[str, Any]]) -> "pd.DataFrame":
     −RMSE that of (MSE_alone − MSE)/(RMSE_alone + RMSE), which is the difference. The rows are those
     of the cells, with the `errors` of each test example.
     """
-    import pandas as pd
-
     frame = pd.DataFrame(rows)
     alone = {(*_task(row), row["method"]): row for row in rows if row["method"] in ALONE}
     best, surest = {}, {}
@@ -158,8 +154,6 @@ def overall(frame: "pd.DataFrame") -> "pd.DataFrame":
     chance would show as harmed; `best` counts where its mean score is the highest, `near_best`
     where it is that or behind it by no more than one standard error of their paired difference.
     """
-    import pandas as pd
-
     means = summary(frame)
     users = by_user(frame)
     near = []

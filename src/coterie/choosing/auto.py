@@ -12,12 +12,11 @@ from torch.optim import SGD, Optimizer
 from coterie import theory
 from coterie.choosing.chooser import Chooser, RuleChoice
 from coterie.choosing.measuring import BATCHES, before_training, gradients_elsewhere
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Engine
+from coterie.engines.engine import Engine, require
 from coterie.errors import DataError, KnobError
 from coterie.learners.spec import RunSpec
 from coterie.rules import Alone, BiasCorrection, Rule, WeightedAveraging
-from coterie.rules.knobs import value_at
+from coterie.rules.rule import value_at
 from coterie.theory.constants import Constants
 from coterie.theory.correction import Correction
 from coterie.theory.estimates import Estimates
@@ -60,7 +59,7 @@ class _Auto(ABC):
         except DataError as error:
             why = f"peers weigh nothing: not measured, {error}"
             return RuleChoice(Alone(), {"alpha": 0.0, "beta": 0.0, "tau": {}, "sentence": why})
-        account = self.account(spec, measured, _over(list(measured.peers), self.rule.tau))
+        account = self.account(spec, measured, _tau_over(list(measured.peers), self.rule.tau))
         return RuleChoice(self.rule_from(account), account, measured)
 
     def batches(self, steps: int) -> int:
@@ -199,7 +198,7 @@ def _rate(optimizer: Optimizer) -> float | None:
     return float(max(rates)) if isinstance(optimizer, SGD) and max(rates) > 0 else None
 
 
-def _over(names: Sequence[str], tau: Mapping[str, float] | None) -> Array | None:
+def _tau_over(names: Sequence[str], tau: Mapping[str, float] | None) -> Array | None:
     """Return τ over the peers that could be measured."""
     if tau is None:
         return None

@@ -47,14 +47,6 @@ class TellsGradients(Protocol):
         """Return how many gradients it asks of each peer at most, before the first step of a run of so many."""
 
 
-@runtime_checkable
-class TellsCost(Protocol):
-    """What asks more of the peers than the training itself, and says so before."""
-
-    def cost_in_words(self) -> str:
-        """Return in a line what it will ask, and how to lower that."""
-
-
 class Algorithm(ABC):
     """What a run follows, as the run sees it: what it needs, and a learner that asks and takes the steps.
 
@@ -78,6 +70,8 @@ class Algorithm(ABC):
     """How many gradients user 0 computes in a round."""
     in_rows: bool = False
     """Whether many runs can follow it as rows of one matrix; see `train_many`."""
+    keeps_memory: bool = False
+    """Whether it trains within the memory that it may hold."""
     rule: Rule | None = None
     """The rule that makes directions, where there is one."""
     followed: Any = None
@@ -90,6 +84,10 @@ class Algorithm(ABC):
     @abstractmethod
     def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine that cannot give what this needs."""
+
+    def cost_in_words(self) -> str:
+        """Return in a line what this asks of the peers beside the gradients of one run; empty: nothing."""
+        return ""
 
     def fallback(self, spec: RunSpec) -> RuleChoice | None:
         """Return what is followed instead where this cannot serve, else None."""

@@ -8,39 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.engines.capabilities import Asks
-from coterie.engines.engine import AllRows, Answers, Engine, Question
+from coterie.engines.engine import AllRows, Answers, Asks, Engine, Question
 from coterie.mixture.answers import EStep
 from coterie.mixture.families import Family
 from coterie.mixture.prior import Heard, PriorAnswer, PriorQuestion
 from coterie.mixture.scaling import Scaling
 from coterie.recording.costs import Costs
+from coterie.recording.progress import TimeLeft
 
 logger = logging.getLogger(__name__)
 
-
-class Remaining:
-    """Say now and then how much is left of something that takes its time.
-
-    Example:
-        >>> Remaining(2, every=0.0).after_one()
-        'exchange 1 of 2, about 0 s left'
-    """
-
-    def __init__(self, whole: int, every: float = 5.0) -> None:
-        self.whole, self.every, self.done = whole, every, 0
-        self._began = self._said = time.monotonic()
-
-    def after_one(self) -> str | None:
-        """Return a line where the last is some seconds ago."""
-        self.done, now = self.done + 1, time.monotonic()
-        if now - self._said < self.every:
-            return None
-        self._said, left = now, (now - self._began) / self.done * (self.whole - self.done)
-        return f"exchange {self.done} of {self.whole}, about {left:.0f} s left"
+SECONDS_BETWEEN_LINES = 5.0
+"""How often it is told how many exchanges are left."""
 
 
 @dataclass(eq=False)
@@ -63,6 +47,10 @@ class ESteps:
     exchanges: int = 0
     left_out: dict[str, str] = field(default_factory=dict)  # with the last reason, and how often
     _missed: Counter[str] = field(default_factory=Counter)
+    _said: float = field(default_factory=time.monotonic)  # when it was told how much is left
+
+    def __post_init__(self) -> None:
+        self._left = TimeLeft(0, self.whole)
 
     def asking(
         self, family: Family, scaling: Scaling, layer: str = ""
@@ -72,7 +60,7 @@ class ESteps:
 
         def ask(asked: PriorQuestion) -> PriorAnswer:
             question = EStep(family.name, scaling, asked.priors, asked.told, self.largest, layer)
-            answers = self.exchange(question, 2 * asked.priors.mean.size)
+            answers = self.exchange(question, 2 * asked.priors.mean.size, asked.weights.T != 0)
             self.note(answers.left_out)
             if answers.rows is not None:
                 rows = answers.rows[0].reshape(-1, *question.shape)
@@ -82,10 +70,6 @@ class ESteps:
             return PriorAnswer(sums, answered)
 
         return ask
-
-    @functools.cached_property
-    def _ends(self) -> Remaining:
-        return Remaining(self.whole)
 
     @functools.cached_property
     def largest(self) -> float:
@@ -101,8 +85,13 @@ class ESteps:
             by_size.setdefault(told.get(name), []).append(name)
         return by_size
 
-    def exchange(self, asked: AllRows, sent: int) -> Answers:
-        """Ask all peers, who count alike; `sent` is how many numbers the question has."""
+    def exchange(
+        self, asked: AllRows, sent: int, counting: NDArray[np.bool_] | None = None
+    ) -> Answers:
+        """Ask all peers, who count alike; `sent` is how many numbers the question has.
+
+        `counting`, (N, P), says under which priors each peer counts.
+        """
         engine = self.engine
         if not isinstance(engine, Asks):
             raise TypeError(f"{type(engine).__name__} has no `ask`")
@@ -110,10 +99,11 @@ class ESteps:
         alike = torch.full((1, peers), 1 / max(1, peers)).double()
         self.costs.exchange(engine.names, down=sent, up=math.prod(asked.shape))
         step = self.first + self.exchanges
-        answers = engine.ask(Question(point, step, alike, e_step=asked))()
+        answers = engine.ask(Question(point, step, alike, e_step=asked, counting=counting))()
         self.exchanges += 1
-        if not can.local and (said := self._ends.after_one()):
-            logger.warning("%s", said)
+        if not can.local and time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
+            left, self._said = self._left(self.exchanges), time.monotonic()
+            logger.warning("exchange %d of %d%s", self.exchanges, self.whole, left)
         for many, names in self._by_size.items():
             gave = [name for name in names if name not in answers.left_out]
             self.costs.compute(gave, many, times=asked.gradients)

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coterie.choosing.sampled_gradients import Asking, OnParts, SampledGradients, SampledRows
-from coterie.engines.capabilities import AnswersAtOwnPoints, require
-from coterie.engines.engine import Engine
+from coterie.engines.engine import AnswersAtOwnPoints, Engine, require
 from coterie.errors import DataError
 from coterie.gradients.parameters import Parameters
 from coterie.learners.spec import RunSpec
@@ -160,12 +159,12 @@ class Vectors:
         value, slopes = self._own_square(each)
         if other is None:
             return Resampled(value, self._variance(slopes))
-        theirs, their_slopes = other._own_square(each)
+        other_value, other_slopes = other._own_square(each)
         cross = self.rows @ other.rows.T
         toward, back = other.weights @ cross.T, self.weights @ cross
         product = (self.weights * toward).sum(1)
-        variance = self._variance(slopes - 2 * toward) + other._variance(their_slopes - 2 * back)
-        return Resampled(value + theirs - 2 * product, variance)
+        variance = self._variance(slopes - 2 * toward) + other._variance(other_slopes - 2 * back)
+        return Resampled(value + other_value - 2 * product, variance)
 
     def _own_square(self, each: float) -> tuple[Array, Array]:
         """Return the square of the mean without its noise, and how it changes with the weight of each row."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
 from coterie.choosing.e_steps import ESteps, sums_of
+from coterie.choosing.memory import check_memory
 from coterie.engines.engine import Answers, Engine
 from coterie.engines.peer.linear_rows import linear_of
-from coterie.errors import DataError, KnobError
+from coterie.errors import DataError, KnobError, did_you_mean
 from coterie.evaluation.evaluate import example_losses
 from coterie.evaluation.losses import PerExample
 from coterie.gradients.parameters import copied
@@ -28,7 +29,7 @@ from coterie.mixture.answers import TOLD
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
 from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
-from coterie.mixture.mixing import MixtureEntry, mean_difference
+from coterie.mixture.mixing import MixtureEntry
 from coterie.mixture.posterior import Rows
 from coterie.mixture.prior import (
     EXCHANGES,
@@ -47,6 +48,8 @@ from coterie.trees.histograms import Histograms
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import random_key
 from coterie.users.user import Loss
+
+T = TypeVar("T")
 
 FEWEST = 6
 """With fewer own examples no loss by cross-validation is told."""
@@ -69,8 +72,12 @@ class Mixture(Algorithm):
     Args:
         single: serve the best candidate in the place of the mixture.
         trees: take boosted trees and a forest as further candidates, or as the only ones. What is
-            served is then a module that mixes predictions. See docs/trees.md.
+            served is then a module that mixes predictions. "personal" takes trees with a last layer
+            of user 0's own too, where the peers are in this process. See docs/trees.md.
         rates: as in `AdaptiveAveraging`, which serves where the model is not linear.
+        monotonic_cst: columns in which what is predicted never falls (1) or never rises (-1), by
+            their numbers; for a table by their names. For numbers and two classes, whose second
+            one's probability is meant. Linear candidates that do otherwise are left out.
 
     For a model that is not one `nn.Linear`, or for another loss than cross entropy, binary cross
     entropy with logits, squared or Poisson loss, `AdaptiveAveraging` serves.
@@ -90,14 +97,36 @@ class Mixture(Algorithm):
     """
 
     single: bool = False
-    trees: Literal[True, False, "only"] = False
+    trees: Literal[True, False, "only", "personal"] = False
     rates: tuple[float, ...] | None = None
+    monotonic_cst: Mapping[Any, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.trees not in {True, False, "only"}:
-            raise KnobError(f'`trees` is True, False or "only", got {self.trees!r}')
+        if self.trees not in {True, False, "only", "personal"}:
+            raise KnobError(f'`trees` is True, False, "only" or "personal", got {self.trees!r}')
+        for column, sign in (self.monotonic_cst or {}).items():
+            if sign not in {-1, 0, 1}:
+                raise KnobError(
+                    f"`monotonic_cst` is 1, -1 or 0 for each column, got {sign!r} for {column!r}"
+                )
 
-    guards_itself = plans_by_steps = True
+    def signs(self, columns: int, outputs: int, family: Family) -> tuple[int, ...]:
+        """Return the sign of each of a model's columns; nothing where there is no constraint."""
+        given = {column: sign for column, sign in (self.monotonic_cst or {}).items() if sign}
+        if not given:
+            return ()
+        for column in given:
+            if not isinstance(column, int) or not 0 <= column < columns:
+                raise KnobError(
+                    f"`monotonic_cst` names columns from 0 to {columns - 1}, got {column!r}"
+                )
+        if outputs > (2 if family.name == "softmax" else 1):
+            raise KnobError(
+                f"`monotonic_cst` is for one number or two classes; there are {outputs} outputs"
+            )
+        return tuple(given.get(column, 0) for column in range(columns))
+
+    guards_itself = plans_by_steps = keeps_memory = True
     needs_rows = False
 
     def completed(self, spec: RunSpec) -> RunSpec:
@@ -105,6 +134,9 @@ class Mixture(Algorithm):
         check_local_steps(spec)
         other = self.fallback(spec)
         if other is None:
+            layer = linear_of(spec.model)
+            numbers = 0 if layer is None else (layer.in_features + 1) * layer.out_features
+            check_memory(spec, 8 * 3 * len(spec.peers) * len(TIMES) * (1 + FOLDS) * numbers)
             return replace(spec, steps=1)
         if not isinstance(other.rule, Algorithm):
             return spec
@@ -129,6 +161,8 @@ class Mixture(Algorithm):
     def _gradients(self, spec: RunSpec, why: str | None) -> RuleChoice | None:
         if not why:
             return None
+        if self.monotonic_cst:
+            raise KnobError(f"`monotonic_cst` is for models in closed form, but {why}")
         gradients = self._by_steps()
         other = gradients.fallback(spec) or RuleChoice(gradients, {})
         return RuleChoice(
@@ -153,7 +187,26 @@ class Mixture(Algorithm):
         costs: Costs,
     ) -> "ClosedForm":
         """Return the learner of a run that is prepared."""
-        return ClosedForm(spec, engine, costs, single=self.single, trees=self.trees)
+        return ClosedForm(spec, engine, costs, self)
+
+
+def with_columns(rule: T, columns: Sequence[str]) -> T:
+    """Return a rule whose constraints name columns by their places among these.
+
+    Example:
+        >>> with_columns(Mixture(monotonic_cst={"age": 1}), ["dose", "age"]).monotonic_cst
+        {1: 1}
+    """
+    if not isinstance(rule, Mixture) or not rule.monotonic_cst:
+        return rule
+    for column in rule.monotonic_cst:
+        if column not in columns:
+            raise KnobError(
+                f"`monotonic_cst` names {column!r}, which is no column of numbers that is predicted"
+                f" from; those are {', '.join(columns) or 'none'}{did_you_mean(str(column), columns)}"
+            )
+    places = {columns.index(column): sign for column, sign in rule.monotonic_cst.items()}
+    return replace(rule, monotonic_cst=places)
 
 
 def gradients_of_a_fit(peers: int) -> int:
@@ -295,19 +348,18 @@ class ClosedForm(Learner):
         spec: RunSpec,
         engine: Engine,
         costs: Costs,
-        *,
-        single: bool = False,
-        trees: Literal[True, False, "only"] = False,
+        asked: Mixture,
     ) -> None:
         super().__init__(spec, engine, costs)
-        self.single, self.trees = single, trees
+        self.single, self.trees = asked.single, asked.trees
         layer, family = linear_of(spec.model), family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
+        self.signs = asked.signs(layer.in_features, layer.out_features, family)
         self.fitted: Fitted | None = None
-        levels = GROWTH.trees * GROWTH.depth if trees else 0
-        whole = (trees != "only") * A_FIT + levels
+        levels = GROWTH.trees * GROWTH.depth if self.trees else 0
+        whole = (self.trees != "only") * A_FIT + levels
         self.e_steps = ESteps(engine, costs, self.x, whole)
         self._roots = dict[tuple[str, ...], Array]()  # of each peer, or all: rows in the last root
 
@@ -334,6 +386,7 @@ class ClosedForm(Learner):
         )
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
+        how["signs"] = self.signs
         if self.trees:
             others = partial(self._trees, (x.astype(np.float64), y), seed)
             how |= {"others": others, "linear": self.trees != "only"}
@@ -352,6 +405,8 @@ class ClosedForm(Learner):
         given = [Rows(*self._numbers(each)).finite() for each in peers]
         elsewhere = None if here or not self.engine.names else self._histograms
         settings: dict[str, Any] = {"held_out": held_out, "seed": seed, "elsewhere": elsewhere}
+        settings["growth"] = GROWTH._replace(signs=self.signs)
+        settings["layer"] = self.trees == "personal"
         return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
 
     def _histograms(self, asked: Histograms) -> Array | None:
@@ -474,8 +529,7 @@ def account_of(
         weight = 1.0 if name == "served" else entries[name].weight if name in entries else 0.0
         line: dict[str, Any] = {"loss": float(one.losses.mean()), "weight": weight}
         if n >= FEWEST and name != "served":
-            said = mean_difference(fitted.served.losses - one.losses, fitted.folds)
-            line |= said._asdict()
+            line |= fitted.served.less(one, fitted.folds)._asdict()
         if on_test is not None and ours is not None:
             line["test"] = float(on_test(one).mean())
         board[name] = line

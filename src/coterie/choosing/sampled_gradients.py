@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.engines.capabilities import AnswersAtOwnPoints
-from coterie.engines.engine import Engine
+from coterie.engines.engine import AnswersAtOwnPoints, Engine
 from coterie.errors import DataError
 
 Array: TypeAlias = NDArray[np.float64]
@@ -182,10 +181,10 @@ def _on_parts(
 ) -> OnParts:
     """Return a user's gradients at a point on disjoint batches."""
     pieces, lead = list[OnParts](), max(1, len(parts) // 3)
-    for some in torch.split(parts, max(1, MAX_NUMBERS // len(point))):
-        rows, loss = here.on_each(name, point, some, step=0)
+    for chunk in torch.split(parts, max(1, MAX_NUMBERS // len(point))):
+        rows, loss = here.on_each(name, point, chunk, step=0)
         pieces.append(OnParts.of(rows, float(loss), shorten, lead))
-        lead = max(0, lead - len(some))
+        lead = max(0, lead - len(chunk))
     if len(pieces) == 1:
         return pieces[0]
     losses = [loss for one in pieces for loss in one.losses]

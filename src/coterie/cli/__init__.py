@@ -14,7 +14,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
-from coterie.cli.options.groups import bare_flags
+from coterie.cli.options.groups import Command, bare_flags
 from coterie.errors import CoterieError, not_installed
 from coterie.registry import IMPORTS, import_from_environment
 
@@ -64,8 +64,6 @@ def _command(name: str) -> Any:
     module = importlib.import_module(f"coterie.cli.{'listing' if name == 'list' else name}")
     if name == "federate":
         return typer.main.get_group(module.federate)
-    from coterie.cli.options.registered import Command
-
     single = typer.Typer(add_completion=False)
     single.command(name, cls=Command)(getattr(module, "list_" if name == "list" else name))
     return typer.main.get_command(single)

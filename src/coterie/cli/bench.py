@@ -12,66 +12,34 @@ from coterie import benchmark
 from coterie.benchmark import SETS, Cell, Selection, Store
 from coterie.benchmark.methods import DEFAULT, swept
 from coterie.benchmark.methods import names as all_methods
-from coterie.benchmark.population import CONDITIONS
+from coterie.benchmark.tasks import CONDITIONS
 from coterie.cli import terminal
+from coterie.cli.options.groups import grouped
 from coterie.cli.terminal import bar, rich_table
-from coterie.engines.attacks import ATTACKS
 from coterie.errors import KnobError
 from coterie.recording.claim import claimed
 
+WHICH = (
+    'Rules and methods (see `coterie list`), wga-AGGREGATOR, between commas; or "all". If left out:'
+    f" {', '.join(DEFAULT)}."
+)
 
+
+@grouped
 def bench(
-    out: Annotated[
-        Path, Option(help="Folder for cells, results and the page; what is there is kept.")
-    ],
-    data: Annotated[
-        Path | None, Option(help="Folder of the sets, one folder each; digits needs none.")
-    ] = None,
-    sets: Annotated[str, Option(help="Sets, between commas; all that are there if left out.")] = "",
-    methods: Annotated[
-        str,
-        Option(
-            help=(
-                'Rules and methods (see `coterie list`), wga-AGGREGATOR, between commas; or "all".'
-                " If left out: "
-                f"{', '.join(DEFAULT)}."
-            )
-        ),
-    ] = "",
-    conditions: Annotated[str, Option(help="Conditions, between commas; all if left out.")] = "",
-    attack: Annotated[
-        str,
-        Option(
-            help=(
-                "Attacks, between commas, each one more condition: peers send what the attack says."
-                f" Of: {', '.join(ATTACKS)}."
-            )
-        ),
-    ] = "",
-    attackers: Annotated[
-        int | None, Option(min=1, help="How many peers attack; half of them if left out.")
-    ] = None,
-    models: Annotated[
-        str, Option(help="Models, between commas; each set's first if left out.")
-    ] = "",
-    users: Annotated[int, Option(help="How many users of a set are user 0 in turn.")] = 3,
-    seeds: Annotated[
-        int, Option(help="How often each is repeated, with other examples and peers.")
-    ] = 1,
-    steps: Annotated[int, Option(help="Steps of each run.")] = 60,
-    knob: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME=VALUE,VALUE",
-            help=(
-                "Compare values of a knob: each method that takes it becomes one for each value;"
-                " repeat it for another knob."
-            ),
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None, Option(min=1, help="Processes; as many as there are cores if left out.")
-    ] = None,
+    out: Path,
+    data: Path | None = None,
+    sets: str = "",
+    methods: Annotated[str, Option(help=WHICH)] = "",
+    conditions: str = "",
+    attack: str = "",
+    attackers: Annotated[int | None, Option(min=1)] = None,
+    models: str = "",
+    users: int = 3,
+    seeds: int = 1,
+    steps: int = 60,
+    knob: Annotated[list[str] | None, Option(metavar="NAME=VALUE,VALUE")] = None,
+    jobs: Annotated[int | None, Option(min=1)] = None,
 ) -> None:
     """Compare the methods on real users: honest peers, wrong peers, users alike, a user like nobody.
 
@@ -83,6 +51,23 @@ def bench(
 
     Your own rule or set beside them: coterie --import own.py bench --methods own --sets digits,mine
     --out bench
+
+    Args:
+        out: Folder for cells, results and the page; what is there is kept.
+        data: Folder of the sets, one folder each; digits needs none.
+        sets: Sets, between commas; all that are there if left out.
+        methods: What is compared.
+        conditions: Conditions, between commas; all if left out.
+        attack: Attacks, between commas, each one more condition: peers send what the attack
+            says. Of: {attacks}.
+        attackers: How many peers attack; half of them if left out.
+        models: Models, between commas; each set's first if left out.
+        users: How many users of a set are user 0 in turn.
+        seeds: How often each is repeated, with other examples and peers.
+        steps: Steps of each run.
+        knob: Compare values of a knob: each method that takes it becomes one for each value;
+            repeat it for another knob.
+        jobs: Processes; as many as there are cores if left out.
     """
     import torch
 

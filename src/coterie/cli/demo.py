@@ -10,25 +10,30 @@ from typer import Option
 
 from coterie.benchmark import demo as experiment
 from coterie.cli import terminal
+from coterie.cli.options.groups import grouped
 from coterie.cli.terminal import bar, rich_table
 
 
+@grouped
 def demo(
-    out: Annotated[Path, Option(help="Folder for the page and the numbers.")] = Path(
-        "coterie-demo"
-    ),
-    me: Annotated[int, Option(help="The writer segment that is user 0, from 0 to 13.")] = 0,
-    own_examples: Annotated[int, Option(help="How many examples user 0 learns from.")] = 30,
-    seeds: Annotated[
-        int, Option(min=1, help="How often all is repeated, with other examples.")
-    ] = 8,
-    steps: Annotated[int, Option(min=1, help="Steps of each run.")] = 200,
+    out: Path = Path("coterie-demo"),
+    me: int = 0,
+    own_examples: int = 30,
+    seeds: Annotated[int, Option(min=1)] = 8,
+    steps: Annotated[int, Option(min=1)] = 200,
 ) -> None:
     """Train a model for one writer of digits by the default rule, alone, on pooled data, and by the paper's two.
 
     Each method takes the step size that does best on the writer's validation examples and is then
     judged on its test examples. The numbers are written as they come; Ctrl-C shows those there are.
     The page begins with the conclusion; whom.svg shows whom the writer listens to.
+
+    Args:
+        out: Folder for the page and the numbers.
+        me: The writer segment that is user 0, from 0 to 13.
+        own_examples: How many examples user 0 learns from.
+        seeds: How often all is repeated, with other examples.
+        steps: Steps of each run.
     """
     import torch
 

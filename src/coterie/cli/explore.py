@@ -4,24 +4,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
+from coterie.cli.options.groups import grouped
 from coterie.cli.terminal import record_of
 
 
+@grouped
 def explore(
-    runs: Annotated[
-        list[Path],
-        Argument(
-            metavar="RUN...",
-            help="Folders that `coterie train` wrote, folders of several of them, or records.",
-        ),
-    ],
-    out: Annotated[Path, Option(help="Where to write the page.")] = Path("coterie-explore.html"),
+    runs: Annotated[list[Path], Argument(metavar="RUN...")],
+    out: Path = Path("coterie-explore.html"),
 ) -> None:
     """Compare runs on one page: each one's verdict, numbers, cost and weights, and their curves together.
 
     Example: coterie explore run other-run --out runs.html
+
+    Args:
+        runs: Folders that `coterie train` wrote, folders of several of them, or records.
+        out: Where to write the page.
     """
     from coterie.reporting.explore_page import write_explore_page
 

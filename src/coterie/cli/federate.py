@@ -8,11 +8,29 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from coterie.cli.options.groups import grouped
-from coterie.cli.options.registered import ID, Command, KnobOptions, knobs_of
+from coterie.cli.options.groups import Command, grouped
+from coterie.cli.options.registered import ID, KnobOptions, knobs_of
 from coterie.data.table import ColumnSettings
+from coterie.engines.peer import Peer
 from coterie.errors import KnobError
-from coterie.federation.settings import MessageSettings
+from coterie.federation import kits, manifest, membership, supervision, workspace
+from coterie.federation.doctor import certificates, examine, service_of, standing
+from coterie.federation.kits import accepted, set_up
+from coterie.federation.lead import rule_of
+from coterie.federation.participants import responder_of
+from coterie.federation.provisioning import Consortium
+from coterie.federation.settings import (
+    FILE,
+    NO_SUMS,
+    Data,
+    LeadSettings,
+    MessageSettings,
+    Model,
+    Training,
+    members_of,
+    site_settings,
+)
+from coterie.federation.watching import LOG, MemberWatch, NewLines, Screen, ServerWatch, SiteWatch
 from coterie.methods import entry_of
 from coterie.recording.configuration import StepSettings
 from coterie.registry import Computed
@@ -20,70 +38,59 @@ from coterie.registry import Computed
 
 @dataclass(frozen=True, kw_only=True)
 class ConsortiumOptions:
-    """The consortium."""
+    """The consortium.
 
-    folder: Annotated[
-        Path,
-        Argument(
-            help="Folder to write: user 0's, with one for each site in it.",
-            rich_help_panel="Arguments",
-        ),
-    ]
-    site: Annotated[list[str], Option(help="The name of a site; repeat it.")]
-    server: Annotated[str, Option(help="The host name by which sites reach user 0.")]
-    me: Annotated[str, Option(help="The name of user 0.")] = "user0"
-    name: Annotated[str, Option(help="The name of the consortium.")] = "coterie"
-    port: Annotated[int, Option(help="The server's port for sites.")] = 8002
-    admin_port: Annotated[int, Option(help="The server's port for user 0's own commands.")] = 8003
-    everyone: Annotated[
-        bool,
-        Option(
-            "--everyone",
-            help="Every site trains a model of its own; the server passes messages on.",
-        ),
-    ] = False
+    Args:
+        folder: Folder to write: user 0's, with one for each site in it.
+        site: The name of a site; repeat it.
+        server: The host name by which sites reach user 0.
+        me: The name of user 0.
+        name: The name of the consortium.
+        port: The server's port for sites.
+        admin_port: The server's port for user 0's own commands.
+        everyone: Every site trains a model of its own; the server passes messages on.
+    """
+
+    folder: Annotated[Path, Argument(rich_help_panel="Arguments")]
+    site: list[str]
+    server: str
+    me: str = "user0"
+    name: str = "coterie"
+    port: int = 8002
+    admin_port: int = 8003
+    everyone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTableOptions(ColumnSettings):
-    """User 0's table."""
+    """User 0's table.
 
-    data: Annotated[
-        Path, Option(help="User 0's table, a CSV or Parquet file with one example a row.")
-    ]
-    drop: Annotated[
-        list[str],
-        Option(
-            metavar="COLUMN",
-            help=(
-                "A column not to predict from, such as a name: the sites are told what is in the"
-                " others. Repeat it."
-            ),
-        ),
-    ] = field(default_factory=list)
+    Args:
+        data: User 0's table, a CSV or Parquet file with one example a row.
+        drop: A column not to predict from, such as a name: the sites are told what is in the
+            others. Repeat it.
+    """
+
+    data: Path
+    drop: Annotated[list[str], Option(metavar="COLUMN")] = field(default_factory=list)
     ids: Annotated[str | None, ID] = None
 
     def columns(self) -> dict[str, Any]:
         """Return what the columns are for, as `from_table` takes it."""
-        return {
-            name: getattr(self, name) for name in ("kind", "categorical", "dates", "drop", "ids")
-        }
+        names = ("kind", "categorical", "dates", "drop", "ids")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRuleOptions(KnobOptions):
-    """The rule."""
+    """The rule.
 
-    rule: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help=(
-                "The rule, one of {rules}; or a method, one of {methods}. auto: mixture, a linear"
-                " model in closed form, where no option says how steps are taken, else adaptive."
-            ),
-        ),
-    ] = "auto"
+    Args:
+        rule: The rule, one of {rules}; or a method, one of {methods}. auto: mixture, a linear
+            model in closed form, where no option says how steps are taken, else adaptive.
+    """
+
+    rule: Annotated[str, Option(metavar="NAME")] = "auto"
 
     def settings(self, *, linear: bool = False) -> dict[str, Any]:
         """Return the rule as it is written to the settings.
@@ -94,39 +101,37 @@ class SettingsRuleOptions(KnobOptions):
         if self.rule == "auto":
             return replace(self, rule="mixture" if linear and bare else "adaptive").settings()
         knobs = knobs_of(entry_of(self.rule), self.knob, alpha=self.alpha, beta=self.beta)
-        for name in [
-            name for name, value in knobs.items() if isinstance(value, Computed) or value is None
-        ]:
-            raise KnobError(
-                f"`--knob {name}` cannot be written to the settings; import a rule of your own"
-            )
+        for name, value in knobs.items():
+            if isinstance(value, Computed) or value is None:
+                remedy = "import a rule of your own"
+                raise KnobError(f"`--knob {name}` cannot be written to the settings; {remedy}")
         return {"rule": self.rule, "knobs": knobs}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(StepSettings):
-    """The run."""
+    """The run.
 
-    model: Annotated[
-        str, Option(help="linear, mlp, or module.path:factory, installed everywhere.")
-    ] = "linear"
+    Args:
+        model: linear, mlp, or module.path:factory, installed everywhere.
+    """
+
+    model: str = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageOptions(MessageSettings):
-    """Messages, and sites that do not answer."""
+    """Messages, and sites that do not answer.
 
-    secure_sums: Annotated[
-        bool,
-        Option("--secure-sums", help="See only the sum of the sites' gradients; for wga and bc."),
-    ] = False
+    Args:
+        secure_sums: See only the sum of the sites' gradients; for wga and bc.
+    """
+
+    secure_sums: bool = False
 
 
-federate = typer.Typer(
-    name="federate",
-    no_args_is_help=True,
-    help="Train with other organisations, over NVFLARE (`coterie\\[flare]`).",
-)
+ABOUT = "Train with other organisations, over NVFLARE (`coterie\\[flare]`)."
+federate = typer.Typer(name="federate", no_args_is_help=True, help=ABOUT)
 
 Folder = Annotated[Path, Argument(help="User 0's folder.")]
 
@@ -145,29 +150,19 @@ def init(
     Example: coterie federate init trial --data mine.csv --target ill --server ml.example.org --site
         basel
     """
-    from coterie.federation.kits import set_up
-    from coterie.federation.lead import rule_of
-    from coterie.federation.provisioning import Consortium
-    from coterie.federation.settings import NO_SUMS, Data, LeadSettings, Model, Training
-
     if who.everyone and messages.secure_sums:
         raise KnobError(NO_SUMS)
     steps = {name: value for name, value in vars(run).items() if name != "model"}
     stepwise = any(steps[each.name] != each.default for each in fields(StepSettings))
     linear = run.model == "linear" and not (stepwise or who.everyone or messages.secure_sums)
     training = Training(**rule.settings(linear=linear), **steps, **vars(messages))
-    own = Data(
-        table=str(table.data.absolute()),
-        target=table.target,
-        own_examples=table.own_examples,
-        **table.form,
-    )
+    named: dict[str, Any] = {"target": table.target, "own_examples": table.own_examples}
+    own = Data(table=str(table.data.absolute()), **named, **table.form)
     settings = LeadSettings(who.me, tuple(who.site), own, Model(run.model), training)
     rule_of(settings)  # what cannot be built is told now
     members = (who.me, *who.site) if who.everyone else tuple(who.site)
-    consortium = Consortium(
-        who.name, who.server, members, who.port, who.admin_port, everyone=who.everyone
-    )
+    ports = (who.port, who.admin_port)
+    consortium = Consortium(who.name, who.server, members, *ports, everyone=who.everyone)
     fingerprints = set_up(who.folder, consortium, settings, **table.columns())
     _print_next_steps(who, fingerprints)
 
@@ -183,54 +178,45 @@ def _print_next_steps(who: ConsortiumOptions, fingerprints: Mapping[str, str]) -
         if site != who.me:
             _print_kit(folder, site, fingerprint)
     too = f" and coterie federate site {mine}" if who.everyone else ""
-    typer.echo(
-        f"next: coterie federate server {folder}{too}; with all sites there: coterie federate run"
-        f" {folder}"
-    )
+    begin = f"coterie federate run {folder}"
+    typer.echo(f"next: coterie federate server {folder}{too}; with all sites there: {begin}")
 
 
 @federate.command(cls=Command)
 def server(folder: Folder) -> None:
     """Start user 0's server, and stay with it until Ctrl-C."""
-    from coterie.federation.watching import LOG, Screen, ServerWatch
-    from coterie.federation.workspace import run_process, server_command
-
     place = folder / "server"
-    command = server_command(place)
+    command = workspace.server_command(place)
     _print_certificates(folder)
     typer.echo(f"the server of {folder}; Ctrl-C ends it; NVFLARE's log: {place / LOG}")
-    _end(run_process(command, place, ServerWatch(place, Screen(typer.echo))), place / LOG)
+    watch = ServerWatch(place, Screen(typer.echo))
+    _end(workspace.run_process(command, place, lambda: watch), place / LOG)
 
 
 SiteFolder = Annotated[Path, Argument(help="The site's folder.")]
 
 
 @federate.command(cls=Command)
+@grouped
 def accept(
-    folder: SiteFolder = Path(),
-    fingerprint: Annotated[
-        str | None, Option(help="What user 0 has told you; shown and asked for if left out.")
-    ] = None,
-    renews: Annotated[
-        Path | None,
-        Option(metavar="FOLDER", help="Your folder that has this kit's old certificates."),
-    ] = None,
+    folder: Annotated[Path, Argument()] = Path(),
+    fingerprint: str | None = None,
+    renews: Annotated[Path | None, Option(metavar="FOLDER")] = None,
 ) -> None:
     """Check the folder that user 0 has made for a site, and write the site's own settings to it.
 
     Example: coterie federate accept basel
-    """
-    from coterie.federation import kits, manifest, membership
-    from coterie.federation.settings import FILE
 
+    Args:
+        folder: The site's folder.
+        fingerprint: What user 0 has told you; shown and asked for if left out.
+        renews: Your folder that has this kit's old certificates.
+    """
     shown = manifest.fingerprint(folder)
     typer.echo(f"{folder} has the fingerprint {shown}")
-    if fingerprint is None and not typer.confirm(
-        "Has user 0 told you the same, not in this folder?"
-    ):
-        raise KnobError(
-            f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone for example"
-        )
+    question = "Has user 0 told you the same, not in this folder?"
+    if fingerprint is None and not typer.confirm(question):
+        raise KnobError(f"{folder} is not accepted; ask user 0 for its fingerprint, by telephone")
     if renews is not None:
         membership.take_renewed(renews, folder, fingerprint or shown)
         typer.echo(f"{renews} has the new certificates; start `coterie federate site` again")
@@ -238,45 +224,46 @@ def accept(
     kit = kits.accept(folder, fingerprint or shown)
     who = f"{', '.join(kit.others)} plan" if kit.everyone else f"{kit.lead} plans"
     typer.echo(f"{who} to ask for at most {kit.asked}")
-    typer.echo(
-        f"{folder / FILE} says what you give: edit it, then `coterie federate check {folder}`"
-    )
+    then = f"`coterie federate check {folder}`"
+    typer.echo(f"{folder / FILE} says what you give: edit it, then {then}")
 
 
 @federate.command(cls=Command)
-def site(
-    folder: SiteFolder = Path(),
-    service: Annotated[
-        bool, Option("--service", help="Write a systemd unit that does so, and end.")
-    ] = False,
-) -> None:
+@grouped
+def site(folder: Annotated[Path, Argument()] = Path(), service: bool = False) -> None:
     """Check a site's settings, connect to the server, and answer until Ctrl-C.
 
     Nothing in the folder is run.
-    """
-    from coterie.federation import workspace
-    from coterie.federation.doctor import service_of
-    from coterie.federation.settings import site_settings
-    from coterie.federation.watching import LOG, MemberWatch, Screen, SiteWatch
 
-    kit, peer = _print_site(folder)
+    Args:
+        folder: The site's folder.
+        service: Write a systemd unit that does so, and end.
+    """
+    settings = site_settings(folder)
+    kit = accepted(folder, settings.kit)
     _print_certificates(folder)
     if service:
+        _print_site(folder)
         unit = service_of(folder)
         typer.echo(f"{unit}; for this user: systemctl --user enable --now {unit}")
         return
     place = workspace.site_workspace(folder, kit)
     typer.echo(f"Ctrl-C ends it; NVFLARE's log: {place / LOG}")
-    training = site_settings(folder).training
-    about = (folder, place, peer.caps, peer.ledger.given, Screen(typer.echo))
-    watch = SiteWatch(*about) if training is None else MemberWatch(*about, steps=training.steps)
-    _end(workspace.run_process(workspace.site_command(place, kit), place, watch), place / LOG)
+    log = NewLines(place / LOG)
+
+    def watching() -> SiteWatch:
+        _, peer = _print_site(folder)
+        about = (folder, log, peer.caps, peer.ledger.given, Screen(typer.echo))
+        if settings.training is None:
+            return SiteWatch(*about)
+        return MemberWatch(*about, steps=settings.training.steps)
+
+    # it connects while the table is read, on which nothing depends that it does before a job comes
+    _end(workspace.run_process(workspace.site_command(place, kit), place, watching), place / LOG)
 
 
 def _print_certificates(folder: Path) -> None:
     """Say what keeps the other side from being believed, or soon will."""
-    from coterie.federation.doctor import certificates
-
     for finding in certificates(folder):
         if finding.remedy:
             typer.echo(str(finding), err=True)
@@ -297,31 +284,22 @@ def check(folder: SiteFolder = Path()) -> None:
 
 def _print_site(folder: Path) -> tuple[Any, Any]:
     """Say what a site would give, and return the kit and the peer that would give it."""
-    from coterie.federation.kits import accepted
-    from coterie.federation.lead import rule_of
-    from coterie.federation.participants import responder_of
-    from coterie.federation.settings import site_settings
-
     settings = site_settings(folder)
     kit = accepted(folder, settings.kit)
     responder = responder_of(folder)
     peer = responder.peer
     size = sum(tensor.numel() for tensor in peer.passes.model.state_dict().values())
-    typer.echo(
-        f"the kit is the one accepted, {settings.kit}; it connects to {kit.server}:{kit.port}"
-    )
+    where = f"{kit.server}:{kit.port}"
+    typer.echo(f"the kit is the one accepted, {settings.kit}; it connects to {where}")
     rows = "a stream of examples" if peer.user.is_stream else f"{len(peer.user)} examples"
-    typer.echo(
-        f"{peer.user.name}: {rows}; gradients of {size} numbers; {peer.ledger.given} given before"
-    )
+    given = f"{peer.ledger.given} given before"
+    typer.echo(f"{peer.user.name}: {rows}; gradients of {size} numbers; {given}")
     typer.echo(f"given at most: {peer.caps.in_words()}")
     if not kit.everyone:
         typer.echo(f"{kit.lead} plans to ask for at most {kit.asked}")
     if not kit.batch_size and peer.why_no_e_steps:
-        typer.echo(
-            f"it answers no E-steps, {peer.why_no_e_steps}; ask {kit.lead} to name the rule"
-            ' "adaptive", which takes gradient steps'
-        )
+        remedy = f'ask {kit.lead} to name the rule "adaptive", which takes gradient steps'
+        typer.echo(f"it answers no E-steps, {peer.why_no_e_steps}; {remedy}")
     if kit.everyone != (settings.training is not None):
         raise KnobError(
             f"{folder} must have `sites` and [training] where everyone trains, and only there; take"
@@ -331,47 +309,42 @@ def _print_site(folder: Path) -> tuple[Any, Any]:
         rule_of(settings.as_lead())  # what cannot be built is told now
         typer.echo(f"trained here: {settings.training.steps} steps by {settings.training.rule!r}")
         typer.echo(f"asked and answered: {', '.join(settings.sites)}")
-        typer.echo(
-            f"its key has the fingerprint {peer.identity.fingerprint}, to tell the other sites"
-        )
+        _print_key(peer)
         if unknown := [name for name in settings.sites if name not in settings.keys]:
-            typer.echo(
-                f"not under [keys]: {', '.join(unknown)}; the first key that the server passes on"
-                " is taken"
-            )
+            then = "the first key that the server passes on is taken"
+            typer.echo(f"not under [keys]: {', '.join(unknown)}; {then}")
     promise = peer.promise(kit.batch_size) if kit.batch_size else None
     if settings.privacy is not None and promise is not None:
         typer.echo(f"promised: {settings.privacy.in_words()}; ε = {peer.epsilon:.3g} spent before")
         allowed = peer.of_planned(kit.batch_size, kit.gradients)
         planned = f"{kit.gradients} gradients of {kit.batch_size} rows that {kit.lead} plans"
-        typer.echo(
-            f"of the {planned}, ε and the caps allow {allowed}, with noise of"
-            f" {promise['noise']:.3g} on each number"
-        )
+        noise = f"with noise of {promise['noise']:.3g} on each number"
+        typer.echo(f"of the {planned}, ε and the caps allow {allowed}, {noise}")
     if responder.only_sums:
         typer.echo(f"given only under masks: {responder.sums}")
-        typer.echo(
-            f"its key has the fingerprint {responder.peer.identity.fingerprint}, to tell the other"
-            " sites"
-        )
+        _print_key(peer)
     if size != kit.size:
-        raise KnobError(
-            f"your model has {size} numbers, user 0's ({kit.model}) {kit.size}; name the same in"
-            " [model]"
-        )
+        wanted = f"user 0's ({kit.model}) {kit.size}; name the same in [model]"
+        raise KnobError(f"your model has {size} numbers, {wanted}")
     return kit, peer
 
 
+def _print_key(peer: Peer) -> None:
+    typer.echo(f"its key has the fingerprint {peer.identity.fingerprint}, to tell the other sites")
+
+
 @federate.command(cls=Command)
-def run(
-    folder: Folder,
-    resume: Annotated[bool, Option("--resume", help="Go on with the run that is there.")] = False,
-    wait: Annotated[float, Option(help="Seconds to wait for the server and the sites.")] = 60.0,
-) -> None:
+@grouped
+def run(folder: Annotated[Path, Argument()], resume: bool = False, wait: float = 60.0) -> None:
     """Train: submit the job to user 0's server and follow it; the model and the record land in FOLDER/run.
 
     Where everyone trains, they land at each site, in `run` in its folder. Ctrl-C ends the job;
     --resume goes on.
+
+    Args:
+        folder: User 0's folder.
+        resume: Go on with the run that is there.
+        wait: Seconds to wait for the server and the sites.
     """
     _follow(folder, resume=resume, wait=wait)
 
@@ -379,8 +352,6 @@ def run(
 @federate.command(cls=Command)
 def doctor(folder: SiteFolder = Path()) -> None:
     """Look for what would go wrong at a site, or at user 0: a line each, with the remedy."""
-    from coterie.federation.doctor import examine
-
     ill = False
     for finding in examine(folder):
         typer.echo(str(finding))
@@ -391,8 +362,6 @@ def doctor(folder: SiteFolder = Path()) -> None:
 @federate.command(cls=Command)
 def status(folder: SiteFolder = Path()) -> None:
     """Say how things stand at user 0 or at a site: who is connected, what was asked, what is left."""
-    from coterie.federation.doctor import standing
-
     for line in standing(folder):
         typer.echo(line)
 
@@ -406,8 +375,6 @@ def add_site(folder: Folder, site: SiteName) -> None:
 
     Example: coterie federate add-site trial bern
     """
-    from coterie.federation import membership
-
     _print_kit(folder, site, membership.add_site(folder, site))
 
 
@@ -417,8 +384,6 @@ def renew(
     site: Annotated[str | None, Argument(help="The site; user 0's own if left out.")] = None,
 ) -> None:
     """Make new certificates, before the old ones end: a site's, in a new kit, or user 0's own."""
-    from coterie.federation import membership
-
     fingerprint = membership.renew(folder, site)
     if site is None or fingerprint is None:
         typer.echo("user 0's certificates are new; start `coterie federate server` again")
@@ -430,8 +395,6 @@ def renew(
 @federate.command(cls=Command)
 def revoke(folder: Folder, site: SiteName) -> None:
     """Let a site in no more: no run asks it, and the server refuses it from its next start on."""
-    from coterie.federation import membership
-
     membership.revoke(folder, site)
     typer.echo(f"{site} is not asked any more; start `coterie federate server` again to refuse it")
 
@@ -450,8 +413,6 @@ def attach(folder: Folder) -> None:
 @federate.command(cls=Command)
 def stop(folder: Folder) -> None:
     """End the job that runs, so that no site gives any more; what is saved stays."""
-    from coterie.federation import supervision
-
     ended = supervision.stop(folder)
     typer.echo("the job is ended" if ended else "no job runs")
     typer.echo(f"`coterie federate run {folder} --resume` goes on from what is saved")
@@ -459,22 +420,15 @@ def stop(folder: Folder) -> None:
 
 def _follow(folder: Path, **settings: Any) -> None:
     """Follow a run to its end, and say where its results are."""
-    from coterie.federation.settings import members_of
-    from coterie.federation.supervision import follow
-
     try:
-        typer.echo(follow(folder, **settings, show_line=typer.echo))
+        typer.echo(supervision.follow(folder, **settings, show_line=typer.echo))
     except KeyboardInterrupt:
-        typer.echo(
-            f"stopped; `coterie federate run {folder} --resume` goes on from what is saved",
-            err=True,
-        )
+        goes_on = f"`coterie federate run {folder} --resume` goes on from what is saved"
+        typer.echo(f"stopped; {goes_on}", err=True)
         raise typer.Exit(130) from None
     if members_of(folder):
-        typer.echo(
-            "Each site's model, record and page (index.html) are in `run` in its own folder,"
-            " nowhere else."
-        )
+        what = "Each site's model, record and page (index.html)"
+        typer.echo(f"{what} are in `run` in its own folder, nowhere else.")
         return
     typer.echo(f"Model, record and a page (index.html): {folder / 'run'}")
     typer.echo(f"To apply it: coterie predict {folder / 'run'} FILE")

@@ -8,23 +8,26 @@ from typer import Argument
 
 from coterie.aggregators import AGGREGATORS
 from coterie.benchmark.sets import SETS
+from coterie.cli.options.groups import grouped
 from coterie.evaluation import METRICS
 from coterie.methods import METHODS
 from coterie.registry import Registry
 from coterie.rules import RULES
-from coterie.training.trackers import TRACKERS
+from coterie.training.hooks import TRACKERS
 
 Kind = StrEnum("Kind", ["rules", "methods", "aggregators", "sets", "metrics", "trackers"])
 
 
+@grouped
 def list_(
-    kinds: Annotated[
-        list[Kind] | None, Argument(help="Which kinds; all when none is named.")
-    ] = None,
+    kinds: Annotated[list[Kind] | None, Argument()] = None,
 ) -> None:
     """List rules, methods, aggregators, data sets, metrics and trackers by name, your own among them.
 
     Example: coterie --import own.py list rules
+
+    Args:
+        kinds: Which kinds; all when none is named.
     """
     all_registries: list[Registry[Any]] = [RULES, METHODS, AGGREGATORS, SETS, METRICS, TRACKERS]
     registries = dict(zip(Kind, all_registries, strict=True))

@@ -36,30 +36,25 @@ NEEDED = ("n_peers", "noise", "bias_floor", "hessian_gap", "smoothness", "pl", "
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(FileForm):
-    """Where the constants are measured."""
+    """Where the constants are measured.
 
-    run: Annotated[
-        Path | None,
-        Argument(
-            metavar="[RUN]", help="A run's folder or record, whose measured constants are taken."
-        ),
-    ] = None
-    data: Annotated[
-        Path | None,
-        Option(help="A table to measure the constants on, as `coterie train` reads it."),
-    ] = None
-    user_column: Annotated[
-        str, Option(help="With --data: the column that says whose row it is.")
-    ] = ""
-    target: Annotated[str, Option(help="With --data: the column to predict.")] = ""
-    me: Annotated[str, Option(help="With --data: which user is user 0.")] = ""
-    drop: Annotated[
-        list[str],
-        Option(metavar="COLUMN", help="With --data: a column not to predict from; repeat it."),
-    ] = field(default_factory=list)
-    model: Annotated[str, Option(help="With --data: linear, mlp, or module.path:factory.")] = (
-        "linear"
-    )
+    Args:
+        run: A run's folder or record, whose measured constants are taken.
+        data: A table to measure the constants on, as `coterie train` reads it.
+        user_column: With --data: the column that says whose row it is.
+        target: With --data: the column to predict.
+        me: With --data: which user is user 0.
+        drop: With --data: a column not to predict from; repeat it.
+        model: With --data: linear, mlp, or module.path:factory.
+    """
+
+    run: Annotated[Path | None, Argument(metavar="[RUN]")] = None
+    data: Path | None = None
+    user_column: str = ""
+    target: str = ""
+    me: str = ""
+    drop: Annotated[list[str], Option(metavar="COLUMN")] = field(default_factory=list)
+    model: str = "linear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,55 +69,49 @@ class SourceOptions(FileForm):
 
 @dataclass
 class ConstantOptions:
-    """Constants that are given."""
+    """Constants that are given.
 
-    n_peers: Annotated[int | None, Option(help="N, the number of peers.")] = None
-    noise: Annotated[
-        float | None, Option(help="σ_0, the standard deviation of the own gradient noise.")
-    ] = None
-    peer_noise: Annotated[float | None, Option(help="σ_k of one peer; as --noise if left out.")] = (
-        None
-    )
-    bias_floor: Annotated[
-        float | None, Option(help="ζ, the peers' bias where your objective is stationary.")
-    ] = None
-    bias_growth: Annotated[
-        float | None, Option(help="m, how their squared bias grows with ‖∇f_0‖²; else 0.")
-    ] = None
-    hessian_gap: Annotated[
-        float | None, Option(help="δ, how much the peers' Hessians differ from yours.")
-    ] = None
-    smoothness: Annotated[float | None, Option(help="L, the smoothness of your objective.")] = None
-    pl: Annotated[float | None, Option(help="μ, its Polyak-Łojasiewicz constant, at most L.")] = (
-        None
-    )
-    initial_gap: Annotated[
-        float | None, Option(help="F_0, the loss at the start above the least.")
-    ] = None
+    Args:
+        n_peers: N, the number of peers.
+        noise: σ_0, the standard deviation of the own gradient noise.
+        peer_noise: σ_k of one peer; as --noise if left out.
+        bias_floor: ζ, the peers' bias where your objective is stationary.
+        bias_growth: m, how their squared bias grows with ‖∇f_0‖²; else 0.
+        hessian_gap: δ, how much the peers' Hessians differ from yours.
+        smoothness: L, the smoothness of your objective.
+        pl: μ, its Polyak-Łojasiewicz constant, at most L.
+        initial_gap: F_0, the loss at the start above the least.
+    """
+
+    n_peers: int | None = None
+    noise: float | None = None
+    peer_noise: float | None = None
+    bias_floor: float | None = None
+    bias_growth: float | None = None
+    hessian_gap: float | None = None
+    smoothness: float | None = None
+    pl: float | None = None
+    initial_gap: float | None = None
 
 
 @dataclass
 class PlanOptions:
-    """What is asked."""
+    """What is asked.
 
-    steps: Annotated[
-        int | None, Option(help="T, the number of steps; else the run's, or 1000.")
-    ] = None
-    alpha: Annotated[float | None, Option(help="α for WGA; the best if left out.")] = None
-    exchange_cost: Annotated[
-        float | None,
-        Option(
-            min=0.0,
-            help=(
-                "R, what an exchange costs in gradients: also say how often to exchange. Else that"
-                " of the run, where its peers were elsewhere."
-            ),
-        ),
-    ] = None
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False
-    out: Annotated[
-        Path | None, Option(help="Folder for a page with sliders and the gain-factor picture.")
-    ] = None
+    Args:
+        steps: T, the number of steps; else the run's, or 1000.
+        alpha: α for WGA; the best if left out.
+        exchange_cost: R, what an exchange costs in gradients: also say how often to exchange.
+            Else that of the run, where its peers were elsewhere.
+        as_json: Print JSON instead of a table.
+        out: Folder for a page with sliders and the gain-factor picture.
+    """
+
+    steps: int | None = None
+    alpha: float | None = None
+    exchange_cost: Annotated[float | None, Option(min=0.0)] = None
+    as_json: Annotated[bool, Option("--json")] = False
+    out: Path | None = None
 
     def __post_init__(self) -> None:
         if self.exchange_cost is not None and not np.isfinite(self.exchange_cost):
@@ -131,43 +120,27 @@ class PlanOptions:
 
 @dataclass
 class PromiseOptions:
-    """Peers that promise privacy: what it costs, and when it pays."""
+    """Peers that promise privacy: what it costs, and when it pays.
 
-    epsilon: Annotated[
-        float | None,
-        Option(help="ε that each peer promises for each of its rows, over the whole run."),
-    ] = None
-    delta: Annotated[float, Option(help="With --epsilon: δ, less than one over --examples.")] = 1e-5
-    clip: Annotated[
-        float,
-        Option(
-            help=(
-                "With --epsilon: the norm that each row's gradient is clipped to. Few should be"
-                " longer."
-            )
-        ),
-    ] = 1.0
-    examples: Annotated[
-        int | None,
-        Option(min=1, help="With --epsilon: how many rows a peer has; else the run's mean."),
-    ] = None
-    parameters: Annotated[
-        int | None, Option(min=1, help="With --epsilon: d, how many the model trains.")
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        Option(min=1, help="With --epsilon: rows behind a gradient; all of them if left out."),
-    ] = None
-    gradients: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help=(
-                "With --epsilon: how many a peer gives; one a step if left out, adaptive averaging:"
-                " 4.5."
-            ),
-        ),
-    ] = None
+    Args:
+        epsilon: ε that each peer promises for each of its rows, over the whole run.
+        delta: With --epsilon: δ, less than one over --examples.
+        clip: With --epsilon: the norm that each row's gradient is clipped to. Few should be
+            longer.
+        examples: With --epsilon: how many rows a peer has; else the run's mean.
+        parameters: With --epsilon: d, how many the model trains.
+        batch_size: With --epsilon: rows behind a gradient; all of them if left out.
+        gradients: With --epsilon: how many a peer gives; one a step if left out, adaptive
+            averaging: 4.5.
+    """
+
+    epsilon: float | None = None
+    delta: float = 1e-05
+    clip: float = 1.0
+    examples: Annotated[int | None, Option(min=1)] = None
+    parameters: Annotated[int | None, Option(min=1)] = None
+    batch_size: Annotated[int | None, Option(min=1)] = None
+    gradients: Annotated[int | None, Option(min=1)] = None
 
     def __post_init__(self) -> None:
         if self.epsilon is None:

@@ -21,38 +21,24 @@ STANDARD_INPUT = Path("/dev/stdin")
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(FileForm):
-    """What is predicted, and from what."""
+    """What is predicted, and from what.
 
-    folder: Annotated[Path, Argument(metavar="DIR", help="The folder that `coterie train` wrote.")]
-    file: Annotated[
-        Path,
-        Argument(
-            metavar="FILE",
-            help="A CSV or Parquet file with the same columns; - for standard input.",
-        ),
-    ]
-    out: Annotated[
-        Path | None, Option(help="Where to write the CSV; standard output when not given.")
-    ] = None
-    coverage: Annotated[
-        float | None,
-        Option(
-            help=(
-                "Also give intervals, or sets of classes, that hold the truth in this share of the"
-                " rows: 0.9."
-            )
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        Option(metavar="MODULE:FACTORY", help="The run's model, where it is code of your own."),
-    ] = None
-    raw: Annotated[
-        bool,
-        Option(
-            "--raw", help="Write texts as they are, also those that a spreadsheet would run (=1+1)."
-        ),
-    ] = False
+    Args:
+        folder: The folder that `coterie train` wrote.
+        file: A CSV or Parquet file with the same columns; - for standard input.
+        out: Where to write the CSV; standard output when not given.
+        coverage: Also give intervals, or sets of classes, that hold the truth in this share of
+            the rows: 0.9.
+        model: The run's model, where it is code of your own.
+        raw: Write texts as they are, also those that a spreadsheet would run (=1+1).
+    """
+
+    folder: Annotated[Path, Argument(metavar="DIR")]
+    file: Annotated[Path, Argument(metavar="FILE")]
+    out: Path | None = None
+    coverage: float | None = None
+    model: Annotated[str | None, Option(metavar="MODULE:FACTORY")] = None
+    raw: bool = False
 
 
 @grouped

@@ -4,31 +4,28 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
+from coterie.cli.options.groups import grouped
 from coterie.cli.terminal import bar
 
 
+@grouped
 def reproduce(
-    figures: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[FIGURE]...",
-            help=(
-                "Figures to make, of comparison, bias_on_bc, bias_on_wga, peers_on_bc, alone_steps,"
-                " gain_factor, "
-                "bias_growth, mean_estimation, tuned_comparison, drift; all when none is named."
-            ),
-        ),
-    ] = None,
-    out: Annotated[
-        Path, Option(help="Folder for the figures, results.json and index.html.")
-    ] = Path("coterie-reproduction"),
-    seed: Annotated[int, Option(help="What the sampled runs depend on.")] = 0,
+    figures: Annotated[list[str] | None, Argument(metavar="[FIGURE]...")] = None,
+    out: Path = Path("coterie-reproduction"),
+    seed: int = 0,
 ) -> None:
     """Reproduce the paper's figures: exact curves, 100 sampled runs as bands, a page that explains them.
 
     Example: coterie reproduce comparison drift --out figures
+
+    Args:
+        figures: Figures to make, of comparison, bias_on_bc, bias_on_wga, peers_on_bc,
+            alone_steps, gain_factor, bias_growth, mean_estimation, tuned_comparison, drift; all
+            when none is named.
+        out: Folder for the figures, results.json and index.html.
+        seed: What the sampled runs depend on.
     """
     from coterie import paper
 

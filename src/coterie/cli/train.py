@@ -115,6 +115,7 @@ def _in_closed_form(
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
     weighted = table.weights is not None or table.class_weight is not None
     plain = not (weighted or where.secure_sums or where.attack is not None)
+    signs = [f"monotonic_cst={rule.signs!r}"] if rule.signs else []
     kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if where.engine != "in-process" and table.me == ALL:  # where all train
         kinds = {}
@@ -127,8 +128,14 @@ def _in_closed_form(
                 " trains; leave out `--rule`, what says how steps are taken, `--weights`, `--me all`"
                 " over processes and `--secure-sums`"
             )
+        if signs and rule.rule != "mixture":
+            raise KnobError(
+                "`--monotone` is for models in closed form; leave out another `--rule` than mixture,"
+                " `--model mlp`, what says how steps are taken, `--weights` and `--secure-sums`"
+            )
+        rule = replace(rule, knob=[*rule.knob, *signs])
         return table, rule, replace(options, model=_linear(options.model))
-    closed = replace(rule, rule="mixture", knob=kinds[options.model])
+    closed = replace(rule, rule="mixture", knob=[*kinds[options.model], *signs])
     return table, closed, replace(options, model=_linear(options.model))
 
 

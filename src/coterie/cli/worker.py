@@ -19,16 +19,17 @@ from coterie.tables import cluster
 
 @dataclass(frozen=True, kw_only=True)
 class PeerTableOptions(FileForm):
-    """The table."""
+    """The table.
 
-    data: Annotated[
-        Path, Option(help="A CSV or Parquet file with this peer's examples, one a row.")
-    ]
-    name: Annotated[str, Option(help="This peer's name, by which user 0 knows it.")]
-    user_column: Annotated[
-        str | None,
-        Option(help="The column that says whose row it is; all rows are this peer's if left out."),
-    ] = None
+    Args:
+        data: A CSV or Parquet file with this peer's examples, one a row.
+        name: This peer's name, by which user 0 knows it.
+        user_column: The column that says whose row it is; all rows are this peer's if left out.
+    """
+
+    data: Path
+    name: str
+    user_column: str | None = None
 
     def rows(self) -> tuple[str, Any]:
         """Return this peer's name and rows."""
@@ -37,41 +38,29 @@ class PeerTableOptions(FileForm):
 
 @dataclass(frozen=True, kw_only=True)
 class GivingOptions:
-    """What is given at most."""
+    """What is given at most.
 
-    max_gradients: Annotated[
-        int | None,
-        Option(min=0, help="How many gradients to give in all; with --log over every run."),
-    ] = None
-    max_norm: Annotated[float | None, Option(help="The norm that a gradient is clipped to.")] = None
-    min_examples: Annotated[
-        int, Option(min=1, help="Give no gradient of fewer rows than this.")
-    ] = 1
-    log: Annotated[Path | None, Option(help="A file to which every request is added.")] = None
-    sums_only: Annotated[
-        bool,
-        Option("--sums-only", help="Give gradients as part of a sum only, never on their own."),
-    ] = False
-    secure_sums: Annotated[
-        bool,
-        Option("--secure-sums", help="Give gradients under masks only, as part of such a sum."),
-    ] = False
-    key: Annotated[
-        list[str],
-        Option(
-            help=(
-                "With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone."
-            )
-        ),
-    ] = field(default_factory=list)
-    min_peers: Annotated[
-        int,
-        Option(min=1, help="With --sums-only or --secure-sums: how many peers a sum must be of."),
-    ] = 3
-    max_share: Annotated[
-        float,
-        Option(help="With --sums-only or --secure-sums: how much of the weight one peer may have."),
-    ] = 0.5
+    Args:
+        max_gradients: How many gradients to give in all; with --log over every run.
+        max_norm: The norm that a gradient is clipped to.
+        min_examples: Give no gradient of fewer rows than this.
+        log: A file to which every request is added.
+        sums_only: Give gradients as part of a sum only, never on their own.
+        secure_sums: Give gradients under masks only, as part of such a sum.
+        key: With --secure-sums: NAME=FINGERPRINT of every other peer's key, told by telephone.
+        min_peers: With --sums-only or --secure-sums: how many peers a sum must be of.
+        max_share: With --sums-only or --secure-sums: how much of the weight one peer may have.
+    """
+
+    max_gradients: Annotated[int | None, Option(min=0)] = None
+    max_norm: float | None = None
+    min_examples: Annotated[int, Option(min=1)] = 1
+    log: Path | None = None
+    sums_only: bool = False
+    secure_sums: bool = False
+    key: list[str] = field(default_factory=list)
+    min_peers: Annotated[int, Option(min=1)] = 3
+    max_share: float = 0.5
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.engines.processes.engine.serve` that say so."""
@@ -93,15 +82,19 @@ class GivingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """The process."""
+    """The process.
 
-    model: Annotated[
-        str | None,
-        Option(help="module.path:factory, where user 0 uses a model of its own; must be the same."),
-    ] = None
-    device: Annotated[str, Option(help="Where to compute: cpu, cuda, …; as user 0's.")] = "cpu"
-    threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
-    timeout: Annotated[float, Option(help="Seconds after which a silent user 0 is lost.")] = 120.0
+    Args:
+        model: module.path:factory, where user 0 uses a model of its own; must be the same.
+        device: Where to compute: cpu, cuda, …; as user 0's.
+        threads: CPU threads; more help large models only.
+        timeout: Seconds after which a silent user 0 is lost.
+    """
+
+    model: str | None = None
+    device: str = "cpu"
+    threads: Annotated[int, Option(min=1)] = 1
+    timeout: float = 120.0
 
 
 def _known(keys: list[str]) -> dict[str, str]:

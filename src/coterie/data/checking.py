@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
+from pandas.api import types
 
 from coterie.arguments import instance, listed, one_of, optional
 from coterie.data.columns import (
@@ -27,9 +29,6 @@ from coterie.data.columns import (
 from coterie.data.preparation import Kind, Preparation
 from coterie.data.reading import FileForm, no_column, read_table
 from coterie.errors import DataError, did_you_mean, few_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _NAMES = listed(instance(str, ""), "a list of columns", {str: 'write `["age"]`'})
 
@@ -139,8 +138,6 @@ class CheckedTable:
     @property
     def every(self) -> pd.DataFrame:
         """The rows of everybody who is not left out."""
-        import pandas as pd
-
         return pd.concat(list(self.rows.values()))
 
 
@@ -161,8 +158,6 @@ def checked_table(
 
     What is wrong with the rows of `me` is an error; others are left out for it.
     """
-    import pandas as pd
-
     one_of("auto", "classification", "regression")("kind", kind)
     user = columns.get("user_column")
     # what else it may be is refused below
@@ -231,8 +226,6 @@ def _by_user(
 
 def _has_numbers(rows: Mapping[str, pd.DataFrame], target: str) -> bool:
     """Say whether most users' targets are numbers."""
-    from pandas.api import types
-
     return sum(types.is_numeric_dtype(each[target]) for each in rows.values()) > len(rows) / 2
 
 
@@ -272,7 +265,6 @@ def _check_complete(frame: pd.DataFrame, column: str, remedy: str) -> None:
 
 
 def _kind_of(target: pd.Series[Any]) -> Kind:
-    from pandas.api import types
 
     if types.is_bool_dtype(target) or not types.is_numeric_dtype(target):
         return "classification"
@@ -336,8 +328,6 @@ def copies_among(rows: pd.DataFrame, own: pd.DataFrame) -> NDArray[np.bool_]:
         >>> copies_among(own.round(-1), own.round(-1)).sum()
         np.int64(0)
     """
-    import pandas as pd
-
     both = [pd.util.hash_pandas_object(each, index=False) for each in (rows, own)]
     counts = [hashes.value_counts() for hashes in both]
     pairs = float(counts[0].mul(counts[1], fill_value=0).sum())
@@ -365,8 +355,6 @@ def without_copies(
 
 def warn_of_common_rows(rows: Mapping[str, pd.DataFrame], preparation: Preparation) -> None:
     """Warn of users who have rows in common: each is trained with what the other is tested on."""
-    import pandas as pd
-
     tidied: dict[Any, Any] = {name: preparation.tidied(each) for name, each in rows.items()}
     hashes = pd.concat(
         pd.DataFrame({"user": name, "row": pd.util.hash_pandas_object(each, index=False)})
@@ -399,8 +387,6 @@ def looks_like_an_id(values: pd.Series[Any]) -> str:
         >>> looks_like_an_id(pd.Series(range(100)) / 7)
         ''
     """
-    from pandas.api import types
-
     there = values.dropna()
     count, different = len(there), there.nunique()
     if count < LEAST_ROWS or types.is_bool_dtype(there):
@@ -425,9 +411,6 @@ def looks_like_a_date(values: pd.Series[Any]) -> str:
         >>> looks_like_a_date(pd.Series([20240131, 20231224, 20231101]))
         'dates (20240131)'
     """
-    import pandas as pd
-    from pandas.api import types
-
     there = values.dropna()
     if (
         not len(there)

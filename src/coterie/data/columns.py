@@ -8,15 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
+from pandas.api import types
 
 from coterie.errors import DataError, did_you_mean
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MOST = 0.5
 """Text of which more than this share are numbers, or dates, is no text by intention."""
@@ -74,8 +73,6 @@ def as_category(value: object) -> str:
 
 def weights_in(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
     """Return how much each row counts, by a column of numbers that are at least 0 and not all 0."""
-    import pandas as pd
-
     if column not in rows.columns:
         raise DataError(
             f"the table has no column {column!r}, which says how much a row counts"
@@ -101,9 +98,6 @@ def with_numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
     Dates stay dates, which `pd.to_numeric` would take for nanoseconds.
     """
-    import pandas as pd
-    from pandas.api import types
-
     changed = {}
     for column in columns:
         if not types.is_numeric_dtype(frame[column]) and frame[column].dtype.kind not in "mM":
@@ -134,8 +128,6 @@ def with_dates(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
         >>> with_dates(pd.DataFrame({"seen": ["1970-01-02", None]}), ["seen"]).iloc[0, 2:].tolist()
         ['January', 'Friday', np.float64(1.0)]
     """
-    import pandas as pd
-
     parts: dict[str, Any] = {}
     for column in columns:
         values, text = frame[column], frame[column].astype(str).str.strip()
@@ -167,8 +159,6 @@ def check_features(
 
 def check_target(target: pd.Series[Any], kind: str) -> None:
     """Refuse a target that does not fit its kind, or that may be of either."""
-    from pandas.api import types
-
     if kind == "auto":
         _check_text(target, AS_CLASSES)
     is_number = types.is_numeric_dtype(target) and not types.is_bool_dtype(target)
@@ -190,8 +180,6 @@ def check_target(target: pd.Series[Any], kind: str) -> None:
 
 def check_numbers(target: pd.Series[Any]) -> None:
     """Refuse a target that is not all finite numbers."""
-    import pandas as pd
-
     bad = ~np.isfinite(pd.to_numeric(target, errors="coerce").to_numpy(dtype=float))
     if bad.any():
         raise DataError(
@@ -202,9 +190,6 @@ def check_numbers(target: pd.Series[Any]) -> None:
 
 def _check_text(values: pd.Series[Any], otherwise: str) -> None:
     """Refuse text that is mostly numbers or dates, and tell of numbers that are written as text."""
-    import pandas as pd
-    from pandas.api import types
-
     if (
         not (types.is_object_dtype(values) or types.is_string_dtype(values))
         or not values.notna().any()

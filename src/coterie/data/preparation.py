@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import pandas as pd
 import torch
+from numpy.typing import NDArray
+from pandas.api import types
 from torch import Tensor
 
 from coterie.data.columns import (
@@ -25,9 +26,6 @@ from coterie.data.columns import (
 from coterie.errors import DataError, FileError, KnobError, did_you_mean
 from coterie.recording import files
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 Kind: TypeAlias = Literal["classification", "regression"]
 FILE = "preparation.json"
 MAX_DEVIATIONS = 10.0
@@ -37,7 +35,17 @@ A peer's may lie far outside.
 """
 
 
-TUPLES = ("numeric", "categorical", "classes", "dates", "class_weights")
+TUPLES = ("classes", "dates", "class_weights")
+
+
+class NumberColumn(NamedTuple):
+    """How a column of numbers becomes inputs."""
+
+    fill: float  # what stands for a number that is missing
+    mean: float
+    scale: float
+    gap: tuple[float, float] | None = None
+    """Mean and scale of the input that says which were missing; None where none was in training."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,10 @@ class Preparation:
     """Turn rows into inputs and targets, and outputs into predictions.
 
     Args:
-        numeric: the columns of numbers: missing ones become the median, with an indicator column;
+        numbers: the columns of numbers: missing ones become the median, with an indicator column;
             all are then centred and scaled.
-        categorical: the columns of categories, one-hot; "missing" is a category, unknown ones are
-            all zeros.
-        transformer: scikit-learn's fitted `ColumnTransformer` over both.
+        categories: the values of each column of categories, one-hot; "missing" is a category,
+            unknown ones are all zeros.
         kind: "classification" or "regression".
         classes: the class of each output, in classification.
         centre: the mean of the target, in regression.
@@ -60,9 +67,8 @@ class Preparation:
         class_weights: how much a row of each class counts in the loss, where they differ.
     """
 
-    numeric: tuple[str, ...]
-    categorical: tuple[str, ...]
-    transformer: Any
+    numbers: Mapping[str, NumberColumn]
+    categories: Mapping[str, tuple[str, ...]]
     kind: Kind
     classes: tuple[Any, ...] = ()
     centre: float = 0.0
@@ -99,11 +105,23 @@ class Preparation:
             raise DataError(
                 "user 0's training rows have no value in any feature; name others in `features`"
             )
-        fitted = transformer(numeric, other).fit(tidy(rows, numeric, other))
+        tidied = tidy(rows, numeric, other)
+        numbers = _fitted(tidied[list(numeric)]) if numeric else {}
+        categories = {column: tuple(sorted(set(tidied[column]))) for column in other}
         if kind == "classification":
-            return cls(numeric, other, fitted, kind, classes_of(all_targets))
+            return cls(numbers, categories, kind, classes_of(all_targets))
         scale = float(np.std(targets.to_numpy(dtype=float))) or 1.0
-        return cls(numeric, other, fitted, kind, centre=float(targets.mean()), scale=scale)
+        return cls(numbers, categories, kind, centre=float(targets.mean()), scale=scale)
+
+    @property
+    def numeric(self) -> tuple[str, ...]:
+        """The columns of numbers."""
+        return tuple(self.numbers)
+
+    @property
+    def categorical(self) -> tuple[str, ...]:
+        """The columns of categories."""
+        return tuple(self.categories)
 
     @property
     def n_outputs(self) -> int:
@@ -113,23 +131,37 @@ class Preparation:
     @property
     def n_inputs(self) -> int:
         """The number of inputs a model gets."""
-        return len(self.transformer.get_feature_names_out())
+        return len(self.columns_of_inputs)
 
     @property
     def columns_of_inputs(self) -> list[str]:
         """The column that each input comes from."""
-        parts, columns = self.transformer.named_transformers_, list(self.numeric)
-        if self.numeric:
-            columns += [self.numeric[i] for i in parts["numbers"].steps[0][1].indicator_.features_]
-        if self.categorical:
-            values = zip(self.categorical, parts["categories"].categories_, strict=True)
-            columns += [column for column, categories in values for _ in categories]
-        return columns
+        gaps = (column for column, each in self.numbers.items() if each.gap is not None)
+        values = (column for column, each in self.categories.items() for _ in each)
+        return [*self.numbers, *gaps, *values]
 
     def inputs(self, rows: pd.DataFrame) -> Tensor:
         """Return rows as inputs, of shape (rows, n_inputs)."""
-        prepared = self.transformer.transform(self.tidied(rows))
-        return torch.tensor(prepared, dtype=torch.float32).clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+        return self.transformed(self.tidied(rows))
+
+    def transformed(self, tidied: pd.DataFrame) -> Tensor:
+        """Return what `tidied` gave as inputs."""
+        prepared = torch.tensor(self._prepared(tidied), dtype=torch.float32)
+        return prepared.clamp_(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+
+    def _prepared(self, tidied: pd.DataFrame) -> NDArray[np.float64]:
+        """Return numbers, which of them are missing, and categories, before they are cut."""
+        numbers = tidied[list(self.numbers)].to_numpy(dtype=float)
+        fill, mean, scale = np.array([each[:3] for each in self.numbers.values()]).reshape(-1, 3).T
+        missing = np.isnan(numbers)
+        parts = [(np.where(missing, fill, numbers) - mean) / scale]
+        for place, each in enumerate(self.numbers.values()):
+            if each.gap is not None:
+                parts.append((missing[:, [place]] - each.gap[0]) / each.gap[1])
+        for column, values in self.categories.items():
+            found = pd.Index(values).get_indexer(pd.Index(tidied[column]))
+            parts.append(found[:, None] == np.arange(len(values)))
+        return np.ascontiguousarray(np.concatenate(parts, axis=1, dtype=float))
 
     def tidied(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the features of rows as floats and texts."""
@@ -148,7 +180,7 @@ class Preparation:
         Other categories, numbers that are cut.
         """
         unfamiliar, tidied = [], self.tidied(rows)
-        prepared = self.transformer.transform(tidied)[:, : len(self.numeric)]
+        prepared = self._prepared(tidied)[:, : len(self.numbers)]
         for column, numbers in zip(self.numeric, prepared.T, strict=True):
             if far := int((np.abs(numbers) > MAX_DEVIATIONS).sum()):
                 unfamiliar.append(
@@ -156,12 +188,7 @@ class Preparation:
                     f" {MAX_DEVIATIONS:g} standard deviations from the mean of the training rows;"
                     " they are taken for that far"
                 )
-        known = (
-            self.transformer.named_transformers_["categories"].categories_
-            if self.categorical
-            else ()
-        )
-        for column, categories in zip(self.categorical, known, strict=True):
+        for column, categories in self.categories.items():
             other = ~tidied[column].isin(categories).to_numpy()
             if other.any():
                 unfamiliar.append(
@@ -214,8 +241,6 @@ class Preparation:
 
         `prediction`, and in classification each class's probability.
         """
-        import pandas as pd
-
         if self.kind == "regression":
             return pd.DataFrame(
                 {"prediction": (outputs[:, 0].double() * self.scale + self.centre).numpy()}
@@ -255,27 +280,22 @@ class Preparation:
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as what JSON can hold, and can be read without running code."""
-        import skops.io
-
-        transformer = skops.io.dumps(self.transformer, compression=zipfile.ZIP_DEFLATED)
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return plain | {"transformer": base64.b64encode(transformer).decode()}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Preparation:
         """Return the preparation that `to_plain` gave."""
-        import skops.io
-
-        tuples = {
-            each.name: tuple(plain.get(each.name, ()))
-            for each in fields(cls)
-            if each.name in TUPLES
+        changed: dict[str, Any] = {name: tuple(plain.get(name, ())) for name in TUPLES}
+        changed["numbers"] = {
+            str(column): NumberColumn(
+                float(fill), float(mean), float(scale), gap and (float(gap[0]), float(gap[1]))
+            )
+            for column, (fill, mean, scale, gap) in plain["numbers"].items()
         }
-        data = base64.b64decode(plain["transformer"])
-        # of any content, a folder may come from anybody
-        files.check_inflated(data, files.MOST_TEXT)
-        transformer = skops.io.loads(data, trusted=["numpy.dtype"])
-        return cls(**{**plain, **tuples, "transformer": transformer})
+        changed["categories"] = {
+            str(column): tuple(map(str, values)) for column, values in plain["categories"].items()
+        }
+        return cls(**{**plain, **changed})
 
 
 def classes_of(targets: pd.Series[Any]) -> tuple[Any, ...]:
@@ -287,8 +307,6 @@ def kinds_of(
     rows: pd.DataFrame, categorical: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the columns of numbers and those of categories."""
-    from pandas.api import types
-
     numbers = [
         c
         for c in rows.columns
@@ -305,29 +323,26 @@ def kinds_of(
     return numeric, other
 
 
-def transformer(
-    numeric: Sequence[str],
-    categorical: Sequence[str],
-    missing: str = "median",
-    categories: Sequence[Sequence[str]] | Literal["auto"] = "auto",
-) -> Any:
-    """Return scikit-learn's transformer, not fitted yet."""
-    from sklearn.compose import ColumnTransformer
+def _fitted(numbers: pd.DataFrame) -> dict[str, NumberColumn]:
+    """Return how columns of numbers are filled, centred and scaled, by scikit-learn."""
     from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+    from sklearn.preprocessing import StandardScaler
 
-    numbers = make_pipeline(SimpleImputer(strategy=missing, add_indicator=True), StandardScaler())
-    one_hot = OneHotEncoder(categories=categories, handle_unknown="ignore", sparse_output=False)
-    return ColumnTransformer(
-        [("numbers", numbers, list(numeric)), ("categories", one_hot, list(categorical))]
-    )
+    imputer = SimpleImputer(strategy="median", add_indicator=True)
+    scaler = StandardScaler().fit(imputer.fit_transform(numbers))
+    spread = [*zip(scaler.mean_.tolist(), scaler.scale_.tolist(), strict=True)]
+    count = numbers.shape[1]
+    gaps = dict(zip(imputer.indicator_.features_.tolist(), spread[count:], strict=True))
+    return {
+        column: NumberColumn(float(fill), *spread[place], gaps.get(place))
+        for place, (column, fill) in enumerate(
+            zip(map(str, numbers), imputer.statistics_, strict=True)
+        )
+    }
 
 
 def tidy(rows: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str]) -> pd.DataFrame:
     """Return the columns as floats with NaN, or as text with "(missing)"."""
-    import pandas as pd
-
     tidy: dict[str, Any] = {}
     for column in numeric:
         # dates are no numbers

@@ -8,14 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from coterie.arguments import Check, Setting, check_settings, instance, listed, shown
+import pandas as pd
+
+from coterie.arguments import Check, check_settings, instance, listed, shown
 from coterie.data.columns import check_names
 from coterie.errors import DataError, did_you_mean, few_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CHUNK_ROWS = 100_000
 """The number of rows of a file in memory at a time, where only one user's are kept."""
@@ -37,22 +36,19 @@ TEXTS = Check("be texts, in a list or between commas", _texts, DataError)
 
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
-    """How a CSV file is written."""
+    """How a CSV file is written.
 
-    sep: Annotated[str, Setting("Column separator of a CSV file (`tab` for a tab).", _SIGN)] = ","
-    decimal: Annotated[str, Setting("Decimal mark of a CSV file.", _SIGN)] = "."
-    na_values: Annotated[
-        str | Sequence[str],
-        Setting(
-            "What else stands for an unknown value in a CSV file, between commas: `?,-9`.", TEXTS
-        ),
-    ] = ()
-    header: Annotated[
-        str | Sequence[str],
-        Setting(
-            "Names of the columns, between commas, for a CSV file whose first line is data.", TEXTS
-        ),
-    ] = ()
+    Args:
+        sep: Column separator of a CSV file (`tab` for a tab).
+        decimal: Decimal mark of a CSV file.
+        na_values: What else stands for an unknown value in a CSV file, between commas: `?,-9`.
+        header: Names of the columns, between commas, for a CSV file whose first line is data.
+    """
+
+    sep: Annotated[str, _SIGN] = ","
+    decimal: Annotated[str, _SIGN] = "."
+    na_values: Annotated[str | Sequence[str], TEXTS] = ()
+    header: Annotated[str | Sequence[str], TEXTS] = ()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -99,8 +95,6 @@ def read_table(
         >>> read_table(pd.DataFrame({"a": [1]})).shape
         (1, 1)
     """
-    import pandas as pd
-
     form = FileForm(sep=sep, decimal=decimal, na_values=na_values, header=header)
     if isinstance(data, pd.DataFrame):
         check_names(data.columns)
@@ -130,8 +124,6 @@ def read_rows(path: Path | str, user_column: str | None, user: str, form: FileFo
 
     All where `user_column` is None.
     """
-    import pandas as pd
-
     if user_column is None:
         return read_table(path, **form.form)
     pieces = _pieces(Path(path), form, user_column)
@@ -192,7 +184,6 @@ def _pieces(
 def _pieces_of_file(
     path: Path, form: FileForm, kinds: Mapping[str, type], rows: int | None
 ) -> Iterator[pd.DataFrame]:
-    import pandas as pd
 
     sep = "\t" if form.sep == "tab" else form.sep
     if not path.exists():

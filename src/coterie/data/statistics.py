@@ -9,16 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from coterie.data.columns import MAX_CATEGORIES
-from coterie.data.preparation import Kind, Preparation, kinds_of, tidy, transformer
+from coterie.data.preparation import Kind, NumberColumn, Preparation, kinds_of, tidy
 from coterie.errors import DataError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,13 @@ class ColumnSums:
     def variance(self) -> float:
         """Their variance."""
         return self.squares / self.count
+
+    def prepared(self) -> NumberColumn:
+        """Return how the column is prepared, with the mean for what is missing."""
+        rows = self.count + self.missing
+        scale, share = math.sqrt(self.variance * self.count / rows) or 1.0, self.missing / rows
+        gap = (share, math.sqrt(share * (1 - share))) if self.missing else None
+        return NumberColumn(self.mean, self.mean, scale, gap)
 
 
 @dataclass(frozen=True)
@@ -172,36 +177,9 @@ class Statistics:
                     " an input; leave it out of `features`, or join values until there are at most"
                     f" {MAX_CATEGORIES}"
                 )
-        fitted = _fitted(numbers, categories)
-        names = tuple(numbers), tuple(categories)
+        columns = {column: sums.prepared() for column, sums in numbers.items()}
+        texts = {column: tuple(values) for column, values in categories.items()}
         if self.target is None:
-            return Preparation(*names, fitted, self.kind, tuple(classes))
+            return Preparation(columns, texts, self.kind, tuple(classes))
         scale = math.sqrt(self.target.variance) or 1.0
-        return Preparation(*names, fitted, self.kind, centre=self.target.mean, scale=scale)
-
-
-def _fitted(numbers: Mapping[str, ColumnSums], categories: Mapping[str, Sequence[str]]) -> Any:
-    """Return the transformer that scikit-learn would fit to all rows together, with means for missing numbers."""
-    import pandas as pd
-
-    made = transformer(
-        list(numbers), list(categories), missing="mean", categories=list(categories.values())
-    )
-    gaps = {column: [0.0, math.nan if sums.missing else 0.0] for column, sums in numbers.items()}
-    form = gaps | {column: [values[0]] * 2 for column, values in categories.items()}
-    made.fit(pd.DataFrame(form))  # gives it its form: which columns there are, and which have gaps
-    if not numbers:
-        return made
-    imputer, scaler = (step for _, step in made.named_transformers_["numbers"].steps)
-    imputer.statistics_ = np.array([sums.mean for sums in numbers.values()])
-    rows = [sums.count + sums.missing for sums in numbers.values()]
-    filled = [
-        sums.variance * sums.count / n for sums, n in zip(numbers.values(), rows, strict=True)
-    ]
-    gap_shares = [
-        sums.missing / n for sums, n in zip(numbers.values(), rows, strict=True) if sums.missing
-    ]
-    scaler.mean_ = np.array([*imputer.statistics_, *gap_shares])
-    scaler.var_ = np.array([*filled, *(share * (1 - share) for share in gap_shares)])
-    scaler.scale_ = np.where(scaler.var_ > 0, np.sqrt(scaler.var_), 1.0)
-    return made
+        return Preparation(columns, texts, self.kind, centre=self.target.mean, scale=scale)

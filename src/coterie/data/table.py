@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from coterie.arguments import COUNT, SEED, Setting, optional, real, takes_fields_of
+import pandas as pd
+
+from coterie.arguments import COUNT, SEED, optional, real, takes_fields_of
 from coterie.data.checking import (
     CheckedTable,
     check_classes,
@@ -30,9 +32,6 @@ from coterie.data.statistics import Statistics
 from coterie.errors import DataError
 from coterie.users.sampling import random_key
 from coterie.users.user import User
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -75,77 +74,56 @@ class TableTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSettings(FileForm):
-    """What the columns of a table of one user are for."""
+    """What the columns of a table of one user are for.
 
-    data: Annotated[
-        Any,
-        Setting(
-            "A CSV or Parquet file or, in Python, a DataFrame; {user} in its name for a file each."
-        ),
-    ] = field(kw_only=False)
-    target: Annotated[str, Setting("The column to predict.")]
-    drop: Annotated[
-        Sequence[str],
-        Setting("Columns not to predict from, such as what is known afterwards only."),
-    ] = ()
-    categorical: Annotated[
-        Sequence[str], Setting("Columns of numbers to treat as categories; text always is one.")
-    ] = ()
-    dates: Annotated[
-        Sequence[str],
-        Setting("Columns of dates, which become four: year, month, weekday, and days since 1970."),
-    ] = ()
-    ids: Annotated[
-        str | None,
-        Setting(
-            "The column that tells rows apart: not predicted from, and written beside every"
-            " prediction."
-        ),
-    ] = None
-    kind: Annotated[
-        Kind | Literal["auto"],
-        Setting(
-            "What the target is; auto tells by its values: text, booleans and up to 20 different"
-            " whole numbers are classes."
-        ),
-    ] = "auto"
-    own_examples: Annotated[
-        int | None,
-        Setting("Train on at most so many rows of a user's own; all if left out.", optional(COUNT)),
-    ] = None
+    Args:
+        data: A CSV or Parquet file or, in Python, a DataFrame; {user} in its name for a file
+            each.
+        target: The column to predict.
+        drop: Columns not to predict from, such as what is known afterwards only.
+        categorical: Columns of numbers to treat as categories; text always is one.
+        dates: Columns of dates, which become four: year, month, weekday, and days since 1970.
+        ids: The column that tells rows apart: not predicted from, and written beside every
+            prediction.
+        kind: What the target is; auto tells by its values: text, booleans and up to 20
+            different whole numbers are classes.
+        own_examples: Train on at most so many rows of a user's own; all if left out.
+    """
+
+    data: Any = field(kw_only=False)
+    target: str
+    drop: Sequence[str] = ()
+    categorical: Sequence[str] = ()
+    dates: Sequence[str] = ()
+    ids: str | None = None
+    kind: Kind | Literal["auto"] = "auto"
+    own_examples: Annotated[int | None, optional(COUNT)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings(ColumnSettings):
-    """What users are made of: a table, and what its columns are for."""
+    """What users are made of: a table, and what its columns are for.
 
-    user_column: Annotated[str, Setting("The column that says whose row it is.")]
-    features: Annotated[
-        Sequence[str] | None, Setting("Columns to predict from; all others if left out.")
-    ] = None
-    weights: Annotated[
-        str | None,
-        Setting(
-            "The column that says how much a row counts in the loss, of training, validation and"
-            " test."
-        ),
-    ] = None
-    class_weight: Annotated[
-        Literal["balanced"] | None,
-        Setting(
-            "balanced: all classes count alike in the loss, however rare; the probabilities are"
-            " then those of classes that are equally frequent."
-        ),
-    ] = None
-    leave_out: Annotated[Sequence[object], Setting("Users to take no notice of.")] = ()
-    validation: Annotated[
-        float | None,
-        Setting(
-            "Share of the own rows held out to choose the best model; 0, or None, for none.",
-            optional(PART),
-        ),
-    ] = 0.2
-    test: Annotated[float, Setting("Share held out for the final report.", PART)] = 0.2
+    Args:
+        user_column: The column that says whose row it is.
+        features: Columns to predict from; all others if left out.
+        weights: The column that says how much a row counts in the loss, of training, validation
+            and test.
+        class_weight: balanced: all classes count alike in the loss, however rare; the
+            probabilities are then those of classes that are equally frequent.
+        leave_out: Users to take no notice of.
+        validation: Share of the own rows held out to choose the best model; 0, or None, for
+            none.
+        test: Share held out for the final report.
+    """
+
+    user_column: str
+    features: Sequence[str] | None = None
+    weights: str | None = None
+    class_weight: Literal["balanced"] | None = None
+    leave_out: Sequence[object] = ()
+    validation: Annotated[float | None, optional(PART)] = 0.2
+    test: Annotated[float, PART] = 0.2
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -167,21 +145,20 @@ class TableSettings(ColumnSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class OneUserSettings(TableSettings):
-    """What user 0 and its peers are made of."""
+    """What user 0 and its peers are made of.
 
-    me: Annotated[object, Setting("Which user is user 0.")]
-    elsewhere: Annotated[
-        Sequence[Any],
-        Setting("Different targets of users who are not in the table, for the list of classes."),
-    ] = ()
-    preparation: Annotated[
-        Preparation | None,
-        Setting(
-            "One fitted before, which others hold too; fitted to user 0's training rows if left"
-            " out."
-        ),
-    ] = None
-    seed: Annotated[int, Setting("Which rows are held out.", SEED)] = 0
+    Args:
+        me: Which user is user 0.
+        elsewhere: Different targets of users who are not in the table, for the list of classes.
+        preparation: One fitted before, which others hold too; fitted to user 0's training rows
+            if left out.
+        seed: Which rows are held out.
+    """
+
+    me: object
+    elsewhere: Sequence[Any] = ()
+    preparation: Preparation | None = None
+    seed: Annotated[int, SEED] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,8 +183,6 @@ def from_table(settings: OneUserSettings) -> TableTask:
         >>> task.me, task.peers, task.preparation.kind
         (User('a', 24 examples), (User('b', 20 examples),), 'classification')
     """
-    import pandas as pd
-
     me, target, preparation = str(settings.me), settings.target, settings.preparation
     table = settings.checked(me=me, elsewhere=settings.elsewhere, prepared=preparation is not None)
     own = table.rows[me]
@@ -353,12 +328,15 @@ class TableUsers:
 
 @dataclass(frozen=True, kw_only=True)
 class AllUsersSettings(TableSettings):
-    """What all users of a table are made of."""
+    """What all users of a table are made of.
 
-    suspect: Annotated[
-        bool, Setting("Warn of columns that look like ids, dates or the target itself.")
-    ] = True
-    seed: Annotated[int, Setting("Which rows are held out.", SEED)] = 0
+    Args:
+        suspect: Warn of columns that look like ids, dates or the target itself.
+        seed: Which rows are held out.
+    """
+
+    suspect: bool = True
+    seed: Annotated[int, SEED] = 0
 
 
 @takes_fields_of(AllUsersSettings)
@@ -377,8 +355,6 @@ def users_from_table(settings: AllUsersSettings) -> TableUsers:
         >>> both.users, both.n_inputs
         ((User('a', 24 examples), User('b', 12 examples)), 1)
     """
-    import pandas as pd
-
     target, shares = settings.target, settings.shares
     table = settings.checked()
     parts, left_out = _split(table, shares, settings.own_examples, settings.seed)

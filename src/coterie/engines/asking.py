@@ -25,18 +25,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from coterie.engines.capabilities import Asks, Stackable
-from coterie.engines.compression import Sketch, sketch_key
-from coterie.engines.engine import Answers, Engine, PeerEvidence, Question, combined
+from coterie.engines.compression import Sketch, sketch_key, sketched
+from coterie.engines.engine import (
+    Answers,
+    Asks,
+    Engine,
+    PeerEvidence,
+    Question,
+    Stackable,
+    combined,
+)
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
 from coterie.engines.in_process.stacked_sums import ExamplePool, StackedSums
 from coterie.evaluation.evaluate import example_losses, outputs_on, whole_of
-from coterie.gradients.gradients import finite_rows, is_finite
-from coterie.gradients.parameters import Parameters, copied
+from coterie.gradients.parameters import Parameters, copied, finite_rows, is_finite
 from coterie.users.examples import Examples, FromDataset, InMemory
 from coterie.users.trees import Tree, mapped
 from coterie.users.user import Loss, User
+
+HELD = 2**20
+"""How many numbers gradients of a large model have that are held at once, if it is not one gradient."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +96,8 @@ class GradientsAtPoints:
     ) -> None:
         self.engine, self.user, self.parts, self._here = engine, user, parts, here
         self.names, self.d = engine.names, Parameters(user.model).size
+        # by so many numbers peers in this process are judged; by whole gradients when None
+        self.sketched: int | None = None
         self._carried = self._carried_buffers()
         self._model = copied(user.model)
 
@@ -137,7 +148,7 @@ class GradientsAtPoints:
             peers = self._asked_at_points
         waiting = peers(question)
         own, losses, buffers = self._own_gradients(question, question.points[asked:])
-        ours = self._on_all(question)
+        ours = self._on_all(question) if question.each else question.points[:0, : self.d]
         answers = waiting()
         sums = torch.cat([torch.zeros_like(own[:0]) if answers.sums is None else answers.sums, own])
         judged = (
@@ -167,15 +178,15 @@ class GradientsAtPoints:
     def _on_all(self, question: Question) -> Tensor:
         """Return user 0's gradients at the first points, on all examples of the parts that judge there."""
         if self._here is not None:
-            return self._here._on_all(question) if question.each else question.points[:0, : self.d]
+            return self._here._on_all(question)
         gradients = torch.zeros_like(question.points[: len(question.each), : self.d])
         for point, part, total in zip(question.points, question.each, gradients, strict=False):
             engine = self._own[part]
             user = engine.users[engine.me]
             with self._at(point):
-                for some in _chunks(len(user)):
-                    gradient, _ = engine.on(user.name, point[: self.d], some, question.step)
-                    total.add_(gradient, alpha=len(some) / len(user))
+                for indices in _chunks(len(user)):
+                    gradient, _ = engine.on(user.name, point[: self.d], indices, question.step)
+                    total.add_(gradient, alpha=len(indices) / len(user))
         return gradients
 
     def _shown(self, ours: Tensor, step: int) -> Tensor:
@@ -196,9 +207,13 @@ class GradientsAtPoints:
             rows, left_out = self._rows(points[:judged], step)
             sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
             sums[:judged], answered[:judged] = combined(rows, weights[:judged].to(rows))
-            for row, (point, given) in enumerate(zip(points, weights.tolist(), strict=True)):
+            for row, (point, point_weights) in enumerate(
+                zip(points, weights.tolist(), strict=True)
+            ):
                 asked = {
-                    name: weight for name, weight in zip(self.names, given, strict=True) if weight
+                    name: weight
+                    for name, weight in zip(self.names, point_weights, strict=True)
+                    if weight
                 }
                 if row >= judged and point.isfinite().all():
                     with self._at(point):
@@ -245,32 +260,32 @@ class GradientsAtPoints:
         waiting: Callable[[], Answers] | None = None
         if isinstance(self.engine, Asks) and not wanted.isnan().all():
             sent = points[usable]
-            buffers = self._buffers(sent)
+            buffers = self._buffers(sent) if self._carried else {}
             sending = Question(sent[:, : self.d], question.step, wanted, rows, sketched, buffers)
             waiting = self.engine.ask(sending)
 
         def answers() -> Answers:
-            given = None if waiting is None else waiting()
+            found = None if waiting is None else waiting()
             sums, answered = torch.zeros_like(points[:, : self.d]), points.new_zeros(len(points))
-            left_out = {} if given is None else given.left_out
+            left_out = {} if found is None else found.left_out
             shown = (
                 points.new_full((judged, len(self.names), size or self.d), math.nan)
                 if judged
                 else None
             )
             refused = None
-            if given is not None and given.rows is not None and shown is not None:
+            if found is not None and found.rows is not None and shown is not None:
                 every = points.new_full((len(points), len(self.names), self.d), math.nan)
-                every[usable] = given.rows
+                every[usable] = found.rows
                 shown.copy_(every[:judged])
                 sums, answered = combined(every, weights.to(every))
-            elif given is not None and given.sums is not None:
-                sums[usable], answered[usable] = given.sums, given.answered.to(answered)
-                if given.sketches is not None and shown is not None:
-                    shown[usable[:judged]] = given.sketches
-                if given.refused is not None:
+            elif found is not None and found.sums is not None:
+                sums[usable], answered[usable] = found.sums, found.answered.to(answered)
+                if found.sketches is not None and shown is not None:
+                    shown[usable[:judged]] = found.sketches
+                if found.refused is not None:
                     refused = torch.zeros(len(points), len(self.names), dtype=torch.bool)
-                    refused[usable.cpu()] = given.refused
+                    refused[usable.cpu()] = found.refused
             return Answers(sums, answered, left_out, shown, refused=refused)
 
         return answers
@@ -278,14 +293,11 @@ class GradientsAtPoints:
     def _buffers(self, points: Tensor) -> dict[str, Tensor]:
         """Return the model's buffers at each point, where points have some of their own."""
         held = []
-        for point in points if self._carried else ():
+        for point in points:
             with self._at(point):
-                held.append(
-                    {name: buffer.clone() for name, buffer in self.user.model.named_buffers()}
-                )
-        return (
-            {name: torch.stack([each[name] for each in held]) for name in held[0]} if held else {}
-        )
+                held.append([buffer.clone() for buffer in self.user.model.buffers()])
+        names = (name for name, _ in self.user.model.named_buffers())
+        return {name: torch.stack(each) for name, *each in zip(names, *held, strict=True)}
 
     def losses(self, points: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each example at each point, of shape (R, n), in evaluation mode."""
@@ -388,14 +400,24 @@ class StackedGradients(GradientsAtPoints):
         """
         points, weights, step = question.points, question.weights, question.step
         drawn, asked, judged = self._stacked.drawn(step), len(weights), len(question.each)
-        sums, losses = self._stacked.sums(points, weights, drawn, tuple(question.own))
+        own = tuple(question.own)
+        sums, losses = self._stacked.sums(points, weights, drawn, own, into=question.into)
         answered, left_out, evidence = weights.sum(1), dict[str, str](), None
-        if judged:
-            theirs = self._each(points[:judged], drawn, left_out, torch.ones_like(weights[:judged]))
-            evidence = PeerEvidence(theirs, self._on_all(question))
+        if judged and self.sketched:
+            evidence = self._sketches(question, self.sketched, drawn, left_out)
+        elif judged:
+            peer_rows = self._each(
+                points[:judged], drawn, left_out, torch.ones_like(weights[:judged])
+            )
+            evidence = PeerEvidence(peer_rows, self._on_all(question))
         if not is_finite(sums[:asked]):
-            rows = self._each(points[:asked], drawn, left_out, weights)
-            sums[:asked], answered = combined(rows, weights)
+            answered = torch.zeros_like(answered)
+            for row, some in self._in_parts(asked):
+                at, given = slice(row.start, row.stop), weights[row][:, some]
+                rows = self._each(points[at], drawn, left_out, given, some)
+                fresh, there = combined(rows, given)
+                sums[at] = fresh if not some.start else sums[at] + fresh
+                answered[at] += there
         return Answers(
             sums,
             answered,
@@ -424,19 +446,51 @@ class StackedGradients(GradientsAtPoints):
             sums, weights.sum(1), {}, losses=losses[asked:], buffers=sums[asked:, self.d :]
         )
 
+    def _in_parts(self, points: int) -> list[tuple[slice, slice]]:
+        """Return the points and the peers whose gradients are held at once: all but for large models."""
+        every = slice(0, len(self.names))
+        if self.sketched is None:
+            return [(slice(0, points), every)]
+        most = max(1, HELD // self.d)
+        some = [slice(k, min(k + most, every.stop)) for k in range(0, every.stop, most)]
+        return [(slice(row, row + 1), each) for row in range(points) for each in some]
+
+    def _sketches(
+        self, question: Question, size: int, drawn: Tensor, left_out: dict[str, str]
+    ) -> PeerEvidence:
+        """Return sketches of each peer's gradients, and of user 0's, of which few are held at once."""
+        points, key = question.points, sketch_key(self.user.seed, question.step)
+        judged = len(question.each)
+        theirs = points.new_empty(judged, len(self.names), size)
+        ours = points.new_empty(judged, size)
+        asked = points.new_ones(1, len(self.names))
+        for row, some in self._in_parts(judged):
+            rows = self._each(points[row], drawn, left_out, asked[:, some], some)
+            theirs[row, some] = sketched(rows, size, key)
+        for place, part in enumerate(question.each):
+            alone = replace(question, points=points[place : place + 1], each=[part])
+            ours[place] = sketched(self._on_all(alone), size, key)[0]
+        return PeerEvidence(theirs, ours)
+
     def _each(
-        self, points: Tensor, drawn: Tensor, left_out: dict[str, str], asked: Tensor
+        self,
+        points: Tensor,
+        drawn: Tensor,
+        left_out: dict[str, str],
+        asked: Tensor,
+        some: slice = slice(None),
     ) -> Tensor:
-        """Return each peer's gradient at each point.
+        """Return the gradient of each peer, or of some, at each point.
 
         Note who gives none where it is asked at a finite point.
         """
-        parts = len(self.parts)
-        rows = self._stacked.rows(points, range(parts, parts + len(self.names)), drawn)
+        parts, names = len(self.parts), self.names[some]
+        columns = range(parts, parts + len(self.names))[some]
+        rows = self._stacked.rows(points, columns, drawn)
         usable = finite_rows(points)
         lost = ((asked != 0) & ~finite_rows(rows))[usable].any(0).tolist()
         rows[~usable] = torch.nan
-        left_out |= {name: "not finite" for name, one in zip(self.names, lost, strict=True) if one}
+        left_out |= {name: "not finite" for name, one in zip(names, lost, strict=True) if one}
         return rows
 
     def _on_all(self, question: Question) -> Tensor:

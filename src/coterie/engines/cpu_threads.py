@@ -7,9 +7,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,15 +54,20 @@ def threads_for(wanted: int | None, engine: object) -> int:
 
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads inside, and as many as before afterwards.
+    """Let torch, and what NumPy and SciPy multiply matrices by, use so many threads inside.
 
-    A thread of Python that begins while another's run goes on has that run's number; it is given
-    the one before.
+    Afterwards they use as many as before. A thread of Python that begins while another's run goes
+    on has that run's number; it is given the one before.
     """
     with one_thread():
         began_within = bool(_Taken.runs) and not _Taken.here.__dict__.get("runs")
         before = _Taken.before if began_within else torch.get_num_threads()
         _Taken.before = _Taken.before if _Taken.runs else before
+        if not _Taken.runs:
+            found = ThreadpoolController().lib_controllers
+            _Taken.blas = {each: each.num_threads for each in found if each.user_api == "blas"}
+        for each in _Taken.blas:
+            each.set_num_threads(count)
         _Taken.runs += 1
         _Taken.here.runs = _Taken.here.__dict__.get("runs", 0) + 1
         torch.set_num_threads(count)
@@ -72,6 +78,8 @@ def cpu_threads(count: int) -> Iterator[None]:
             _Taken.runs -= 1
             _Taken.here.runs -= 1
             torch.set_num_threads(before)
+            for each, many in _Taken.blas.items() if not _Taken.runs else ():
+                each.set_num_threads(many)
 
 
 class _Taken:
@@ -79,4 +87,5 @@ class _Taken:
 
     runs: ClassVar[int] = 0
     before: ClassVar[int] = 1
+    blas: ClassVar[dict[Any, int]] = {}  # libraries, and how many threads each had
     here: ClassVar[threading.local] = threading.local()

@@ -158,27 +158,6 @@ def is_over_classes(loss: Loss) -> bool:
     return loss in functions or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def is_squared(loss: Loss) -> bool:
-    """Say whether a loss is torch's of least squares."""
-    loss = loss.each if isinstance(loss, PerExample) else loss
-    return loss is nn.functional.mse_loss or isinstance(loss, nn.MSELoss)
-
-
-def is_log_likelihood(loss: Loss) -> bool:
-    """Say whether a loss is torch's −log of the probability of what was true.
-
-    Of a class, or of yes and no.
-
-    Example:
-        >>> is_log_likelihood(nn.BCEWithLogitsLoss()), is_log_likelihood(nn.functional.l1_loss)
-        (True, False)
-    """
-    loss_of_one = loss.each if isinstance(loss, PerExample) else loss
-    functions = (nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits)
-    binary = loss_of_one in functions or isinstance(loss_of_one, nn.BCELoss | nn.BCEWithLogitsLoss)
-    return binary or is_over_classes(loss)
-
-
 def ignored_class(loss: Loss) -> int:
     """Return the class that a loss ignores."""
     return int(

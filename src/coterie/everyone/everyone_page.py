@@ -13,8 +13,7 @@ from coterie.errors import few_of
 from coterie.everyone.gains import Gain, beside_pooled, by_chance, counted, overall
 from coterie.everyone.runs import Runs
 from coterie.recording.record import Record
-from coterie.reporting.charts import drawn, interval_chart
-from coterie.reporting.page import Lead, Section, Tile, write_page
+from coterie.reporting.page import Lead, Section, Tile, drawn, interval_chart, write_page
 from coterie.reporting.run_page import interval
 from coterie.reporting.summary import length_of
 from coterie.reporting.verdict import HEADLINES, difference, weight_of_peers, with_error

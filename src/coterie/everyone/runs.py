@@ -29,8 +29,7 @@ from coterie.recording.claim import claimed
 from coterie.recording.result import Difference
 from coterie.reporting.whom import peer_shares
 from coterie.training.run import Run, Stopped
-from coterie.training.setup import check
-from coterie.training.train import train_spec
+from coterie.training.train import check, train_spec
 from coterie.users.user import USER, Loss, User, check_names
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from torch import nn
 
-from coterie.arguments import Setting, listed, takes_fields_of
+from coterie.arguments import listed, takes_fields_of
 from coterie.choosing import Mixture
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
 from coterie.choosing.sampled_gradients import OnParts
@@ -26,12 +26,10 @@ from coterie.recording.claim import claimed
 from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.rules import Alone
 from coterie.training.algorithm import Followed
-from coterie.training.loop import Loop
-from coterie.training.ongoing import OngoingRun
+from coterie.training.loop import Loop, OngoingRun
 from coterie.training.run import Run
-from coterie.training.setup import check, with_named_rule
 from coterie.training.together import HeldOutTogether, SharedAnswers
-from coterie.training.train import SetUpRun, set_up, train_spec
+from coterie.training.train import check, set_up, train_spec, with_named_rule
 from coterie.users.examples import Examples, InMemory
 from coterie.users.trees import joined
 from coterie.users.user import USER, Loss, User, check_names
@@ -39,28 +37,21 @@ from coterie.users.user import USER, Loss, User, check_names
 
 @dataclass(frozen=True, eq=False)
 class EveryoneSpec(RunSettings):
-    """Everybody's runs, described. The fields are the arguments of `coterie.train_everyone`."""
+    """Everybody's runs, described. The fields are the arguments of `coterie.train_everyone`.
 
-    model: Annotated[
-        nn.Module,
-        Setting("Any module; everybody starts from its parameters. It is not changed.", MODEL),
-    ]
-    loss: Annotated[Loss, Setting("The mean loss of a batch from (output, target).", LOSS)]
-    users: Annotated[
-        Sequence[User],
-        Setting(
-            "Everybody. To the others a user gives gradients of its training examples only; its "
-            "validation and test sets are its own.",
-            listed(USER, "a list of `coterie.User`s"),
-        ),
-    ]
-    rule: Annotated[
-        Followed | str | Mapping[str, Followed | str] | None,
-        Setting(
-            "As in `train`, the same for all, or by name one for each; when None, the default of"
-            " `train`."
-        ),
-    ] = None
+    Args:
+        model: Any module; everybody starts from its parameters. It is not changed.
+        loss: The mean loss of a batch from (output, target).
+        users: Everybody. To the others a user gives gradients of its training examples only;
+            its validation and test sets are its own.
+        rule: As in `train`, the same for all, or by name one for each; when None, the default
+            of `train`.
+    """
+
+    model: Annotated[nn.Module, MODEL]
+    loss: Annotated[Loss, LOSS]
+    users: Annotated[Sequence[User], listed(USER, "a list of `coterie.User`s")]
+    rule: Followed | str | Mapping[str, Followed | str] | None = None
 
     def runs(self) -> list[RunSpec]:
         """Return each user's run, in which nobody is a peer yet."""
@@ -195,10 +186,10 @@ def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserC
     with ExitStack() as held, ExitStack() as stack:
         if specs[0].resume:
             align([Path(spec.out) for spec in specs if spec.out is not None])
-        runs: list[SetUpRun] = []
+        runs: list[OngoingRun] = []
         known: dict[str, OnParts] = {}  # everybody starts at the same point
         for spec in specs:
-            like = runs[0].ongoing.learner.engine if runs else None
+            like = runs[0].learner.engine if runs else None
             engine = partial(InProcess, like=like) if isinstance(like, InProcess) else InProcess
             own = replace(spec, progress=False, engine=engine)
             runs.append(set_up(own, held, stack, known=known))
@@ -216,25 +207,25 @@ def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserC
         return ended, errors, stopped
 
 
-def _loop(runs: Sequence[SetUpRun], places: Sequence[int], show: Show, began: float) -> Loop:
+def _loop(runs: Sequence[OngoingRun], places: Sequence[int], show: Show, began: float) -> Loop:
     """Return the loop of some runs, whose records are begun: one that goes by itself, or those that go together."""
-    ongoing = {place: runs[place].ongoing for place in places}
-    asks, held_out, together = None, None, f"one program of {len(places)}"
+    ongoing = {place: runs[place] for place in places}
+    ask, held_out, together = None, None, f"one program of {len(places)}"
     engine = ongoing[places[0]].learner.engine
     if len(places) == 1:
         why = _why_by_itself(ongoing[places[0]]) or "its peers are not those of the others"
         together = f"by itself: {why}"
     elif isinstance(engine, InProcess):
         copies = engine.copies()
-        asks = SharedAnswers(copies, [run.spec for run in runs], ongoing)
-        held_out = HeldOutTogether(copies, list(ongoing.values()))
-    for place in places:
-        run = runs[place]
-        replace(run, configuration=replace(run.configuration, runs=together)).open()
-    return Loop(ongoing, asks=asks, held_out=held_out, show=show, began=began)
+        ask = SharedAnswers(copies, [run.spec for run in runs], ongoing).ask
+        held_out = HeldOutTogether(copies, list(ongoing.values())).scores
+    for run in ongoing.values():
+        run.configuration = replace(run.configuration, runs=together)
+        run.open()
+    return Loop(ongoing, ask=ask, held_out=held_out, show=show, began=began)
 
 
-def _members(runs: Sequence[SetUpRun]) -> list[int]:
+def _members(runs: Sequence[OngoingRun]) -> list[int]:
     """Return the places of the runs that can be taken together.
 
     None where there are fewer than two.
@@ -243,7 +234,7 @@ def _members(runs: Sequence[SetUpRun]) -> list[int]:
     able = []
     for place, run in enumerate(runs):
         all_others = {peer.name for peer in run.spec.peers} == everybody - {run.spec.me.name}
-        if all_others and _why_by_itself(run.ongoing) is None:
+        if all_others and _why_by_itself(run) is None:
             able.append(place)
     return able if len(able) > 1 else []
 
@@ -252,10 +243,12 @@ def _why_by_itself(run: OngoingRun) -> str | None:
     """Say why a run cannot be taken together with others; None where it can."""
     learner, rule = run.learner, run.learner.followed
     adaptive = isinstance(learner, AdaptiveLearner)
+    one_by_one = isinstance(learner, AdaptiveLearner) and learner.own is not None
     able = adaptive or getattr(rule, "in_rows", False)
     reasons = {
         f"`{type(rule).__name__}` is not a rule that runs can follow together": not able,
         "every peer's gradient is needed": (not adaptive and getattr(rule, "needs_rows", False)),
+        "its copies are trained one after the other": one_by_one,
         "its steps are captured": run.captured is not None,
         "it has exchanges of its own (`exchange_every`, `local_steps`)": (
             not adaptive and max(learner.exchange_every, learner.local_steps) > 1
@@ -282,7 +275,7 @@ def pooled_spec(specs: Sequence[RunSpec]) -> RunSpec | None:
         for parts in zip(*((user.validation, user.test) for user in users), strict=True)
     )
     size, closed = specs[0].batch_size * len(users), isinstance(specs[0].rule, Mixture)
-    rule = Mixture() if closed else Alone()
+    rule = Mixture(monotonic_cst=specs[0].rule.monotonic_cst) if closed else Alone()
     return replace(specs[0], me=all_of, peers=(), rule=rule, batch_size=size, exchange_every=1)
 
 

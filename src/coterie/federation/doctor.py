@@ -78,11 +78,8 @@ def _versions() -> Finding:
         try:
             said += f", {name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
-            return Finding(
-                "versions",
-                f"{said}, no {name}",
-                "run the kit's `sh install.sh` again, without `venv`",
-            )
+            remedy = "run the kit's `sh install.sh` again, without `venv`"
+            return Finding("versions", f"{said}, no {name}", remedy)
     return Finding("versions", said)
 
 
@@ -96,10 +93,8 @@ def _kit(folder: Path) -> str:
     kit = accepted(folder, site_settings(folder).kit)
     (wheel,) = (name for name in kit_files(folder) if WHEEL.fullmatch(name))
     if wheel.split("-")[1] != metadata.version("coterie"):
-        raise CoterieError(
-            f"it brings {wheel}, and {metadata.version('coterie')} is installed here; remove `venv`,"
-            " and `sh install.sh`"
-        )
+        here = metadata.version("coterie")
+        raise CoterieError(f"it brings {wheel}, not {here}; remove `venv`, and `sh install.sh`")
     return f"the one that was accepted, of the consortium {kit.consortium}"
 
 
@@ -128,9 +123,9 @@ def _server(folder: Path, kit: Kit) -> Iterator[Finding]:
 def _tls(folder: Path, kit: Kit, raw: socket.socket) -> Finding:
     certificate, key, root = (str(folder / name) for name in CERTIFICATES)
     context = ssl.create_default_context(cafile=root)
-    context.load_cert_chain(certificate, key)
     context.set_alpn_protocols(["h2"])  # as gRPC speaks
     try:
+        context.load_cert_chain(certificate, key)
         with context.wrap_socket(raw, server_hostname=kit.server) as secured:
             secured.settimeout(1.0)
             with suppress(TimeoutError):  # it says nothing more: it has taken the certificate
@@ -140,9 +135,8 @@ def _tls(folder: Path, kit: Kit, raw: socket.socket) -> Finding:
     except ssl.SSLCertVerificationError as error:
         now = time.strftime("%Y-%m-%d %H:%M %Z")
         remedy = f"Set this machine's clock if it is not {now}; else ask {kit.lead} for a new kit"
-        return Finding(
-            "TLS", f"the server's certificate is refused: {error.verify_message}", remedy
-        )
+        said = f"the server's certificate is refused: {error.verify_message}"
+        return Finding("TLS", said, remedy)
     except OSError as error:
         return Finding("TLS", f"no connection: {error}", f"Ask {kit.lead} for a new kit (`renew`)")
 
@@ -166,9 +160,8 @@ def certificates(folder: Path) -> Iterator[Finding]:
             yield Finding("clock", now)
         renew = "`coterie federate renew` makes new ones, at user 0"
         said = f"{path} is valid for {left:.0f} more days"
-        said = (
-            said if left > 0 else f"{path} has ended {-left:.0f} days ago, by this machine's clock"
-        )
+        if left <= 0:
+            said = f"{path} has ended {-left:.0f} days ago, by this machine's clock"
         yield Finding("certificate", said, renew if left < DAYS_TO_RENEW else "")
 
 
@@ -208,11 +201,8 @@ def _of_site(folder: Path) -> Iterator[str]:
     # the last line may be in the making
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     asked = next((json.loads(line) for line in reversed(lines) if b'"step"' in line), None)
-    yield (
-        "not asked yet"
-        if asked is None
-        else f"last asked: step {asked.get('step')}, {asked.get('time', 'at an unknown time')}"
-    )
+    when = asked and f"step {asked.get('step')}, {asked.get('time', 'at an unknown time')}"
+    yield f"last asked: {when}" if when else "not asked yet"
     most = "no limit" if peer.caps.gradients is None else f"{peer.caps.gradients} at most"
     yield f"given: {peer.ledger.given} gradients, {most}"
     if (privacy := site_settings(folder).privacy) is not None:

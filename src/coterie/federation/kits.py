@@ -1,20 +1,25 @@
 """Kits: the folder that user 0 makes for each site, and what a site makes of it."""
 
+import base64
+import hashlib
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import coterie
 from coterie.arguments import settings_of
 from coterie.data import Preparation, read_table
 from coterie.data.reading import FileForm
 from coterie.engines.peer import Caps
-from coterie.errors import KnobError
+from coterie.errors import CoterieError, KnobError
 from coterie.federation import manifest
 from coterie.federation.lead import planned_gradients
-from coterie.federation.manifest import Kit, filled, kit_files, quoted, seal, verify
+from coterie.federation.manifest import INSTALL, LOCK, Kit, filled, kit_files, quoted, seal, verify
 from coterie.federation.participants import lead_task
 from coterie.federation.provisioning import Consortium, provision
 from coterie.federation.settings import (
@@ -26,11 +31,15 @@ from coterie.federation.settings import (
     Model,
     Training,
 )
-from coterie.federation.wheel import write_installation
+from coterie.recording import files
 from coterie.tables import models
 
 KIT_AS_MADE = "kit"
 """Where user 0 keeps what its kits have in common."""
+
+
+_TAG = "py3-none-any"
+"""No package index has coterie: a kit brings the one that runs here."""
 
 
 def set_up(
@@ -69,24 +78,18 @@ def _whole_or_nothing(folder: Path) -> Iterator[None]:
 
 
 def _write(
-    folder: Path,
-    consortium: Consortium,
-    settings: LeadSettings,
-    preparation: Preparation,
-    kits: Sequence[Kit],
+    folder: Path, who: Consortium, settings: LeadSettings, prepared: Preparation, kits: list[Kit]
 ) -> dict[str, str]:
     """Write user 0's folder and the kits; see `set_up`."""
-    provision(consortium, folder, kits[0].size)
-    if not consortium.everyone:
-        preparation.save(folder)
-    text = _server_file(consortium.sites) if consortium.everyone else _lead_file(settings)
+    provision(who, folder, kits[0].size)
+    if not who.everyone:
+        prepared.save(folder)
+    text = _server_file(who.sites) if who.everyone else _lead_file(settings)
     (folder / FILE).write_text(text, encoding="utf-8")
     (folder / KIT_AS_MADE).mkdir(mode=0o700)
     kits[0].save(folder / KIT_AS_MADE)  # by which kits of later sites are made
-    fingerprints = {
-        kit.site: write_kit(folder / "sites" / kit.site, kit, preparation) for kit in kits
-    }
-    if consortium.everyone:
+    fingerprints = {kit.site: write_kit(folder / "sites" / kit.site, kit, prepared) for kit in kits}
+    if who.everyone:
         accept(folder / "sites" / settings.me, fingerprints[settings.me], mine=settings.data)
     return fingerprints
 
@@ -167,23 +170,17 @@ def accept(
 def accepted(folder: Path, fingerprint: str) -> Kit:
     """Return the kit that a site has accepted, once it is still the same."""
     if not fingerprint:
-        raise KnobError(
-            f"the kit in {folder} is not accepted yet; `coterie federate accept {folder}`"
-        )
+        raise KnobError(f"the kit {folder} is not accepted yet; `coterie federate accept {folder}`")
     verify(folder, fingerprint)
     return Kit.load(folder)
 
 
 def _lead_file(settings: LeadSettings) -> str:
-    top = [
-        f"me = {quoted(settings.me)}",
-        f"sites = {quoted(list(settings.sites))}",
-        f"threads = {settings.threads}",
-    ]
-    parts = [
-        f"[{name}]\n{_lines(getattr(settings, name))}" for name in ("data", "model", "training")
-    ]
-    return "\n\n".join(["\n".join(top), *parts]) + "\n"
+    text = f"me = {quoted(settings.me)}\nsites = {quoted(list(settings.sites))}\n"
+    text += f"threads = {settings.threads}\n"
+    for name in ("data", "model", "training"):
+        text += f"\n[{name}]\n{_lines(getattr(settings, name))}\n"
+    return text
 
 
 def _server_file(members: Sequence[str]) -> str:
@@ -195,18 +192,77 @@ def _lines(part: Data | Model | Training) -> str:
     """Return the settings of a part; those that are left out stand as comments, with what they mean."""
     kind: Any = type(part)
     written = [f"{name} = {quoted(value)}" for name, value in _given(part).items()]
-    left_out = [
-        f"# {name} =   # {note.help}"
-        for name, note in settings_of(kind).items()
-        if getattr(part, name) is None
-    ]
+    notes = settings_of(kind).items()
+    left_out = [f"# {n} =   # {note.help}" for n, note in notes if getattr(part, n) is None]
     return "\n".join([*written, *left_out])
 
 
 def _given(part: Data | Model | Training) -> dict[str, Any]:
     usual = vars(FileForm())
-    return {
-        name: value
-        for name, value in vars(part).items()
-        if value not in (None, "", {}) and (name not in usual or value != usual[name])
+    given = {name: value for name, value in vars(part).items() if value not in (None, "", {})}
+    return {n: value for n, value in given.items() if n not in usual or value != usual[n]}
+
+
+def write_installation(folder: Path) -> None:
+    """Write coterie's wheel, the lock of what it needs, and the script that installs both, to a kit."""
+    wheel, digest = write_wheel(folder)
+    lock = lock_file().read_bytes()
+    (folder / LOCK).write_bytes(lock)
+    script = filled(
+        "install.sh",
+        wheel=wheel,
+        wheel_digest=digest,
+        lock=LOCK,
+        lock_digest=files.sha256(lock),
+        torch=f"torch=={metadata.version('torch').partition('+')[0]}",
+    )
+    (folder / INSTALL).write_text(script, encoding="utf-8")
+    (folder / INSTALL).chmod(0o700)
+
+
+def lock_file() -> Path:
+    """Return where the lock is: in the package, or where the package is developed beside its source."""
+    package = Path(coterie.__file__).parent
+    beside = package / "federation" / LOCK
+    found = beside if beside.exists() else package.parents[1] / LOCK
+    if not found.exists():
+        raise CoterieError(f"a kit needs {beside}; install coterie from its wheel or its source")
+    return found
+
+
+def write_wheel(folder: Path) -> tuple[str, str]:
+    """Write the installed coterie as a wheel, and return its name and its SHA-256.
+
+    It holds the files that run here, so that sites get the same code. The same files give the same
+    bytes.
+    """
+    distribution = metadata.distribution("coterie")
+    package = Path(coterie.__file__).parent
+    content = {
+        f"coterie/{path.relative_to(package).as_posix()}": path.read_bytes()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
+    content[f"coterie/federation/{LOCK}"] = lock_file().read_bytes()
+    about = f"coterie-{distribution.version}.dist-info"
+    for name in ("METADATA", "entry_points.txt"):
+        content[f"{about}/{name}"] = (distribution.read_text(name) or "").encode()
+    tags = f"Wheel-Version: 1.0\nGenerator: coterie\nRoot-Is-Purelib: true\nTag: {_TAG}\n"
+    content[f"{about}/WHEEL"] = tags.encode()
+    record = [
+        f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in sorted(content.items())
+    ]
+    content[f"{about}/RECORD"] = "".join([*record, f"{about}/RECORD,,\n"]).encode()
+    wheel = folder / f"coterie-{distribution.version}-{_TAG}.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted(content.items()):
+            entry = zipfile.ZipInfo(name)  # dated 1980
+            entry.external_attr = 0o644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, data)
+    return wheel.name, files.sha256(wheel.read_bytes())
+
+
+def _digest(data: bytes) -> str:
+    """Return a SHA-256 as a wheel's RECORD has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -16,9 +16,9 @@ import torch
 from coterie.choosing import TellsGradients, chooser_for
 from coterie.data.table import TableTask
 from coterie.engines.engine import MakeEngine
+from coterie.engines.messages import whole_number
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import Sites
-from coterie.engines.requests import whole_number
 from coterie.errors import CoterieError, KnobError, PeerLost, printable
 from coterie.federation.live import LivePage
 from coterie.federation.participants import Participant, lead_participant
@@ -48,18 +48,14 @@ SUMMARY = "summary.txt"
 """The result in a few lines; written last, so that what has one has ended."""
 REFUSED = "refused.txt"
 """Why a run was not begun, or cannot go on."""
-NEXT = "next"
-"""Says that a job is ready to go on with the run that another one, which is to end, still makes."""
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
 SECONDS_OF_LATENCY = 10.0
 """How long a run of a network may wait for messages to arrive, if asking more rarely prevents it."""
 RAREST = {"adaptive": 8, "wga": 4}
 """How rarely a rule may ask without loss, as measured: docs/exchanges.md."""
-REMEDY = (
-    f"Take fewer steps or larger batches, or leave it out of `sites` ({FILE}), or agree on other"
-    " [caps] or [sums]"
-)
+REMEDY = f"Take fewer steps or larger batches, leave it out of `sites` ({FILE}), or agree on other "
+REMEDY += "[caps] or [sums]"
 
 
 def lead(folder: Path, sites: Sites) -> None:
@@ -85,9 +81,8 @@ def lead(folder: Path, sites: Sites) -> None:
 def at_work(out: Path) -> Iterator[None]:
     """Claim the folder of a run, forget how the last one ended, and write what coterie has to say to its news."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / NEXT).touch()
     with claimed(out, SECONDS_FOR_THE_LAST_ONE), _news(out / NEWS):
-        for name in (SUMMARY, REFUSED, NEXT):
+        for name in (SUMMARY, REFUSED):
             (out / name).unlink(missing_ok=True)
         yield
 
@@ -99,15 +94,9 @@ def train_here(
     settings = paced(settings, sites, out)
     rule, knobs = rule_of(settings), settings.training
     page = LivePage(out, sites, settings.sites, knobs.timeout, out / NEWS)
-    options: dict[str, Any] = {
-        each.name: getattr(knobs, each.name) for each in fields(StepSettings)
-    }
-    options |= {
-        "engine": _engine_of(settings, sites, page),
-        "hooks": [page],
-        "resume": True,
-        "progress": False,
-    }
+    options: dict[str, Any] = {n.name: getattr(knobs, n.name) for n in fields(StepSettings)}
+    options |= {"engine": _engine_of(settings, sites, page), "hooks": [page]}
+    options |= {"resume": True, "progress": False}
     if task is not None:
         fitted = fit(task, rule, settings.model.name, out, **options)
         said = "stopped" if fitted is None else fitted.summary()
@@ -232,9 +221,8 @@ def rule_of(settings: LeadSettings) -> Followed:
     training = settings.training
     knobs = {"alpha": training.alpha, "beta": training.beta} | dict(training.knobs)
     chosen = {name: value for name, value in knobs.items() if value is not None}
-    peers = (
-        settings.sites if isinstance(training.secure_sums, bool) else tuple(training.secure_sums)
-    )
+    sums = training.secure_sums
+    peers = settings.sites if isinstance(sums, bool) else tuple(sums)
     facts = RunSizes(settings.data.own_examples or 0, dict.fromkeys(peers), training.steps)
     rule: Followed = build(training.rule, chosen, facts)
     algorithm = algorithm_of(rule)
@@ -291,9 +279,8 @@ def _n_summed_with(name: str, settings: LeadSettings, replies: Mapping[str, Any]
     here: Sequence[str] = settings.sites
     if not isinstance(groups, bool):
         here = next((g for g in groups.values() if name in g), ())
-    return sum(
-        not isinstance(terms := replies.get(site), dict) or "sums_of" in terms for site in here
-    )
+    terms = [replies.get(site) for site in here]
+    return sum(not isinstance(each, dict) or "sums_of" in each for each in terms)
 
 
 @contextmanager

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from coterie.engines.engine import Engine
+from coterie.engines.messages import promise_told, whole_number
 from coterie.engines.remote.sites import Replies, Sites
-from coterie.engines.requests import promise_told, whole_number
 from coterie.errors import FileError, printable
 from coterie.recording.progress import TimeLeft, numbers_of
-from coterie.reporting.charts import line_chart
-from coterie.reporting.page import Lead, Section, write_page
+from coterie.reporting.page import Lead, Section, line_chart, write_page
 from coterie.training.hooks import Hook, Start
 from coterie.training.run import Run, Step
 

@@ -34,9 +34,8 @@ def check_name(name: object, what: str = "names") -> str:
         'basel-2'
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise KnobError(
-            f"{what} must be letters, digits, - and _, at most 64, got {str(name)[:80]!r}"
-        )
+        got = str(name)[:80]
+        raise KnobError(f"{what} must be letters, digits, - and _, at most 64, got {got!r}")
     return name
 
 
@@ -96,9 +95,8 @@ class Kit:
         for name, least in {"port": 1, "size": 1, "gradients": 1, "batch_size": 0}.items():
             number = getattr(self, name)
             if type(number) is not int or not least <= number < 2**40:
-                raise KnobError(
-                    f"`{name}` must be a positive whole number, got {str(number)[:80]!r}"
-                )
+                got = str(number)[:80]
+                raise KnobError(f"`{name}` must be a positive whole number, got {got!r}")
         for name in self.members:
             check_name(name)
         if self.members and (
@@ -132,12 +130,8 @@ class Kit:
 
     def save(self, folder: Path) -> None:
         """Write it to a kit."""
-        lists = {
-            "columns": list(self.columns),
-            "members": list(self.members),
-            "training": dict(self.training),
-        }
-        files.write_json(folder / KIT, vars(self) | lists)
+        plain = {"columns": list(self.columns), "members": list(self.members)}
+        files.write_json(folder / KIT, vars(self) | plain | {"training": dict(self.training)})
 
 
 def seal(folder: Path) -> str:
@@ -171,9 +165,8 @@ def verify(folder: Path, expected: str, *, alone: bool = False) -> None:
         if files.sha256(_content(folder, name)) != digest:
             raise FileError(f"{folder / name} is not what the kit's manifest says; {_REMEDY}")
     known = {*listed, MANIFEST, ENVIRONMENT}
-    if alone and (
-        stray := sorted(path.name for path in folder.iterdir() if path.name not in known)
-    ):
+    stray = sorted({path.name for path in folder.iterdir()} - known)
+    if alone and stray:
         raise FileError(
             f"{folder} holds {stray[0]!r}, which belongs to no kit; move it away if it is yours,"
             f" else {_REMEDY}"

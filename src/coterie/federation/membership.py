@@ -68,9 +68,7 @@ def renew(folder: Path, site: str | None = None) -> str | None:
     """
     kit = _consortium(folder)
     if site and site not in lead_settings(folder).sites:
-        raise KnobError(
-            f"{site!r} is not in {folder / FILE}; `coterie federate add-site` makes a kit"
-        )
+        raise KnobError(f"{site!r} is not in {folder / FILE}; `coterie federate add-site` it")
     _forget(folder, kit, [site] if site else [LEAD, kit.server])
     if site:
         shutil.rmtree(folder / "sites" / site, ignore_errors=True)
@@ -153,7 +151,6 @@ def _write_sites(folder: Path, sites: list[str]) -> None:
 def _write_disabled(folder: Path, *names: str, without: str = "") -> None:
     """Write NVFLARE's list of the sites that its server refuses, which it reads when it starts."""
     path = folder / "server" / "disabled_clients.json"
-    before = (
-        json.loads(path.read_text(encoding="utf-8"))["disabled_clients"] if path.exists() else []
-    )
+    text = path.read_text(encoding="utf-8") if path.exists() else '{"disabled_clients": []}'
+    before = json.loads(text)["disabled_clients"]
     write_configuration(path, {"disabled_clients": sorted({*before, *names} - {without})})

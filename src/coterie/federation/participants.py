@@ -160,9 +160,8 @@ def _loaded(folder: Path, data: Data, model: Model) -> Participant:
         raise DataError(f"{data.loader} must return a coterie.User, got {type(user).__name__}")
     if model.n_inputs is None or model.n_outputs is None or not model.loss:
         raise KnobError("with a loader, [model] must have `n_inputs`, `n_outputs` and `loss`")
-    return Participant(
-        user, models.build(model.name, model.n_inputs, model.n_outputs), _imported(model.loss)
-    )
+    made = models.build(model.name, model.n_inputs, model.n_outputs)
+    return Participant(user, made, _imported(model.loss))
 
 
 def _imported(path: str) -> Any:
@@ -173,6 +172,5 @@ def _imported(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise KnobError(
-            f"{path!r} cannot be found: {error}; put its module on PYTHONPATH"
-        ) from error
+        remedy = "put its module on PYTHONPATH"
+        raise KnobError(f"{path!r} cannot be found: {error}; {remedy}") from error

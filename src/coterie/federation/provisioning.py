@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.errors import CoterieError, KnobError
-from coterie.federation.job import CONTROLLER, server_class
 from coterie.federation.manifest import CERTIFICATES, check_host, check_name, filled
 from coterie.federation.workspace import (
+    CONTROLLER,
+    SERVER_CLASS,
     launcher,
     require_nvflare,
     write_configuration,
@@ -89,7 +90,7 @@ def provision(consortium: Consortium, folder: Path, size: int) -> None:
         for name in CERTIFICATES:
             shutil.move(made / site / "startup" / name, kit / name)
         shutil.rmtree(made / site)
-    _pin_server(folder / "server", size, server_class(consortium.everyone))
+    _pin_server(folder / "server", size, SERVER_CLASS[consortium.everyone])
     _listen_here(folder)
     authority.chmod(0o700)
     for path in folder.rglob("*"):  # keys, and what NVFLARE keeps of them
@@ -107,17 +108,9 @@ def provision_again(folder: Path, name: str) -> Path:
 
 
 def _nvflare_provision(project: Path, workspace: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "nvflare.cli",
-        "provision",
-        "--force",  # into a workspace that exists: it goes on with the authority there
-        "-p",
-        str(project),
-        "-w",
-        str(workspace),
-    ]
+    # `--force`: into a workspace that exists it goes on with the authority there
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "--force"]
+    command += ["-p", str(project), "-w", str(workspace)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own arguments
     if done.returncode:
         raise CoterieError(f"NVFLARE could not provision {project}: {done.stdout}{done.stderr}")
@@ -127,10 +120,8 @@ def _listen_here(folder: Path) -> None:
     """Let the server take user 0's commands from its own machine only."""
     started = folder / "server/startup/fed_server.json"
     asks = folder / "lead/startup/fed_admin.json"
-    for path, part, here in (
-        (started, "servers", {"admin_host": ADMIN_HOST}),
-        (asks, "admin", {"host": "localhost"}),
-    ):
+    of_server, of_lead = {"admin_host": ADMIN_HOST}, {"host": "localhost"}
+    for path, part, here in ((started, "servers", of_server), (asks, "admin", of_lead)):
         content = json.loads(path.read_text(encoding="utf-8"))
         for each in content[part] if isinstance(content[part], list) else [content[part]]:
             each.update(here)
@@ -146,6 +137,8 @@ def _pin_server(server: Path, size: int, kind: str) -> None:
     resources["components"] = [
         launcher("server", kind) if c["id"] == "process_launcher" else c for c in kept
     ]
+    rejoining = "coterie.federation.launching.Rejoining"
+    resources["components"].append({"id": "rejoining", "path": rejoining, "args": {}})
     resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = store + "/snapshots"
     for component in resources["components"]:
         if component["id"] == "job_manager":

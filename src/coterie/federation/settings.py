@@ -13,7 +13,6 @@ from coterie.arguments import (
     POSITIVE,
     SHARE,
     Check,
-    Setting,
     check_settings,
     either,
     instance,
@@ -34,9 +33,8 @@ FILE = "coterie.toml"
 _TEXT = instance(str, "a text")
 _KEYS = mapped(_TEXT, 'a table of fingerprints: site = "its fingerprint"')
 _NAMES = listed(_TEXT, "a list of names")
-_KNOB = Check(
-    'lie in [0, 1], or be "auto"', lambda value: value if value == "auto" else SHARE.read(value)
-)
+_OR_AUTO = 'lie in [0, 1], or be "auto"'
+_KNOB = Check(_OR_AUTO, lambda value: value if value == "auto" else SHARE.read(value))
 _TABLE = instance(dict, "a table of settings")
 _GROUPS = either(instance(bool, "true or false"), mapped(_NAMES, "a table of groups of sites"))
 MIXTURE = "mixture"
@@ -60,49 +58,41 @@ NO_SUMS = (
 
 @dataclass(frozen=True)
 class Data(FileForm):
-    """Where a participant's examples are: in a table, or what a loader returns."""
+    """Where a participant's examples are: in a table, or what a loader returns.
 
-    table: Annotated[
-        str,
-        Setting(
-            "A CSV or Parquet file, one example a row; beside the settings, or an absolute path.",
-            _TEXT,
-        ),
-    ] = ""
-    loader: Annotated[
-        str,
-        Setting(
-            '"module.path:function" of the participant\'s folder; returns a `coterie.User`.', _TEXT
-        ),
-    ] = ""
-    target: Annotated[str, Setting("The column to predict.", _TEXT)] = ""
-    columns: Annotated[
-        Mapping[str, str],
-        Setting(
-            "This table's names of columns, where they differ from user 0's.",
-            mapped(_TEXT, 'a table of names: ours = "yours"'),
-        ),
-    ] = field(default_factory=dict)
-    own_examples: Annotated[
-        int | None, Setting("Who trains only: how many rows to train on, at most.", optional(COUNT))
-    ] = None
+    Args:
+        table: A CSV or Parquet file, one example a row; beside the settings, or an absolute
+            path.
+        loader: "module.path:function" of the participant's folder; returns a `coterie.User`.
+        target: The column to predict.
+        columns: This table's names of columns, where they differ from user 0's.
+        own_examples: Who trains only: how many rows to train on, at most.
+    """
+
+    table: Annotated[str, _TEXT] = ""
+    loader: Annotated[str, _TEXT] = ""
+    target: Annotated[str, _TEXT] = ""
+    columns: Annotated[Mapping[str, str], mapped(_TEXT, 'a table of names: ours = "yours"')] = (
+        field(default_factory=dict)
+    )
+    own_examples: Annotated[int | None, optional(COUNT)] = None
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model, which everybody builds from code of its own."""
+    """The model, which everybody builds from code of its own.
 
-    name: Annotated[
-        str, Setting('"linear", "mlp", or "module.path:factory(n_inputs, n_outputs)".', _TEXT)
-    ] = "linear"
-    loss: Annotated[
-        str,
-        Setting(
-            '"module.path:function" of (output, target); by the kind of target when empty.', _TEXT
-        ),
-    ] = ""
-    n_inputs: Annotated[int | None, Setting("With a loader only.", optional(COUNT))] = None
-    n_outputs: Annotated[int | None, Setting("With a loader only.", optional(COUNT))] = None
+    Args:
+        name: "linear", "mlp", or "module.path:factory(n_inputs, n_outputs)".
+        loss: "module.path:function" of (output, target); by the kind of target when empty.
+        n_inputs: With a loader only.
+        n_outputs: With a loader only.
+    """
+
+    name: Annotated[str, _TEXT] = "linear"
+    loss: Annotated[str, _TEXT] = ""
+    n_inputs: Annotated[int | None, optional(COUNT)] = None
+    n_outputs: Annotated[int | None, optional(COUNT)] = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -110,29 +100,24 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSettings:
-    """Messages, and sites that do not answer."""
+    """Messages, and sites that do not answer.
 
-    compress: Annotated[
-        Compress | None,
-        Setting(
-            "Send in half precision; what rounding loses is added to the next message.", COMPRESS
-        ),
-    ] = None
-    secure_sums: Annotated[
-        bool | Mapping[str, Sequence[str]],
-        Setting(
-            "See only the sum of the sites' gradients, or of each group of sites; for wga and bc.",
-            _GROUPS,
-        ),
-    ] = False
-    timeout: Annotated[float, Setting("Seconds to wait for a site in one step.", POSITIVE)] = 10.0
-    misses: Annotated[
-        int, Setting("Steps without an answer until a site is not waited for.", COUNT)
-    ] = 3
-    probe_every: Annotated[
-        int, Setting("Steps between checks whether such a site is back.", COUNT)
-    ] = 10
-    minimum: Annotated[int, Setting("Answers without which a step is taken alone.", COUNT)] = 1
+    Args:
+        compress: Send in half precision; what rounding loses is added to the next message.
+        secure_sums: See only the sum of the sites' gradients, or of each group of sites; for
+            wga and bc.
+        timeout: Seconds to wait for a site in one step.
+        misses: Steps without an answer until a site is not waited for.
+        probe_every: Steps between checks whether such a site is back.
+        minimum: Answers without which a step is taken alone.
+    """
+
+    compress: Annotated[Compress | None, COMPRESS] = None
+    secure_sums: Annotated[bool | Mapping[str, Sequence[str]], _GROUPS] = False
+    timeout: Annotated[float, POSITIVE] = 10.0
+    misses: Annotated[int, COUNT] = 3
+    probe_every: Annotated[int, COUNT] = 10
+    minimum: Annotated[int, COUNT] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,31 +126,24 @@ class Training(StepSettings, MessageSettings):
 
     A rule of user 0's own is imported by `coterie --import` when user 0 starts the server; these
     settings name no code.
+
+    Args:
+        rule: A rule, or a method, whose rounds are the steps.
+        alpha: The peers' weight.
+        beta: How fast the bias estimate follows.
+        knobs: Knobs of the rule or method.
+        rarest: A network asks sites that answer slowly at one of so many steps at least; 1: at
+            every step, or as `exchange_every` says.
     """
 
-    rule: Annotated[str, Setting("A rule, or a method, whose rounds are the steps.", _TEXT)] = (
-        "adaptive"
+    rule: Annotated[str, _TEXT] = "adaptive"
+    alpha: Annotated[float | Literal["auto"] | None, optional(_KNOB)] = None
+    beta: Annotated[float | Literal["auto"] | None, optional(_KNOB)] = None
+    knobs: Annotated[Mapping[str, Any], mapped(ANYTHING, "a table of knobs")] = field(
+        default_factory=dict
     )
-    alpha: Annotated[
-        float | Literal["auto"] | None, Setting("The peers' weight.", optional(_KNOB))
-    ] = None
-    beta: Annotated[
-        float | Literal["auto"] | None,
-        Setting("How fast the bias estimate follows.", optional(_KNOB)),
-    ] = None
-    knobs: Annotated[
-        Mapping[str, Any],
-        Setting("Knobs of the rule or method.", mapped(ANYTHING, "a table of knobs")),
-    ] = field(default_factory=dict)
 
-    rarest: Annotated[
-        int,
-        Setting(
-            "A network asks sites that answer slowly at one of so many steps at least; 1: at every"
-            " step, or as `exchange_every` says.",
-            COUNT,
-        ),
-    ] = 8
+    rarest: Annotated[int, COUNT] = 8
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -178,25 +156,27 @@ class Training(StepSettings, MessageSettings):
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """A site's settings; see the parts."""
+    """A site's settings; see the parts.
 
-    name: Annotated[str, Setting("The site's name.", _TEXT)]
+    Args:
+        name: The site's name.
+        threads: CPU threads.
+        kit: The fingerprint of the kit that the site has accepted.
+        sites: Where everyone trains: whom it asks and answers.
+        keys: Where everyone trains: the others' fingerprints.
+    """
+
+    name: Annotated[str, _TEXT]
     data: Data = Data()
     model: Model = Model()
     caps: Caps = SITE_CAPS
     privacy: Privacy | None = None  # what is promised about each row
     sums: SumsOnly | None = None  # give masked sums only, and which
-    threads: Annotated[int, Setting("CPU threads.", COUNT)] = 1
-    kit: Annotated[
-        str, Setting("The fingerprint of the kit that the site has accepted.", _TEXT)
-    ] = ""
-    sites: Annotated[
-        Sequence[str], Setting("Where everyone trains: whom it asks and answers.", _NAMES)
-    ] = ()
+    threads: Annotated[int, COUNT] = 1
+    kit: Annotated[str, _TEXT] = ""
+    sites: Annotated[Sequence[str], _NAMES] = ()
     training: Training | None = None  # where everyone trains: how it trains its own model
-    keys: Annotated[
-        Mapping[str, str], Setting("Where everyone trains: the others' fingerprints.", _KEYS)
-    ] = field(default_factory=dict)
+    keys: Annotated[Mapping[str, str], _KEYS] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -219,21 +199,26 @@ class SiteSettings:
             raise KnobError(
                 f"{self.name} trains no model of its own: its settings have no [training]"
             )
-        return LeadSettings(
-            self.name, tuple(self.sites), self.data, self.model, self.training, self.threads
-        )
+        sites = tuple(self.sites)
+        return LeadSettings(self.name, sites, self.data, self.model, self.training, self.threads)
 
 
 @dataclass(frozen=True)
 class LeadSettings:
-    """User 0's settings; see the parts."""
+    """User 0's settings; see the parts.
 
-    me: Annotated[str, Setting("The name of user 0.", _TEXT)]
-    sites: Annotated[tuple[str, ...], Setting("Whom it asks.", _NAMES)]
+    Args:
+        me: The name of user 0.
+        sites: Whom it asks.
+        threads: CPU threads.
+    """
+
+    me: Annotated[str, _TEXT]
+    sites: Annotated[tuple[str, ...], _NAMES]
     data: Data = Data()
     model: Model = Model()
     training: Training = Training()
-    threads: Annotated[int, Setting("CPU threads.", COUNT)] = 1
+    threads: Annotated[int, COUNT] = 1
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -245,11 +230,8 @@ def site_settings(folder: Path) -> SiteSettings:
     With privacy the norm is that of each row, so that no cap on it is taken.
     """
     settings = _read(folder / FILE, SiteSettings)
-    caps = (
-        vars(SITE_CAPS)
-        | ({"norm": None} if "privacy" in settings else {})
-        | settings.get("caps", {})
-    )
+    usual = vars(SITE_CAPS) | ({"norm": None} if "privacy" in settings else {})
+    caps = usual | settings.get("caps", {})
     caps |= {name: None for name in ("gradients", "norm") if caps[name] == math.inf}
     return SiteSettings(**_with_parts(settings | {"caps": caps}))
 
@@ -278,14 +260,8 @@ def members_of(folder: Path) -> tuple[str, ...]:
 MOST_SETTINGS = 2**20
 """How many bytes a file of settings may have."""
 
-_PARTS: Mapping[str, type[Any]] = {
-    "data": Data,
-    "model": Model,
-    "caps": Caps,
-    "privacy": Privacy,
-    "sums": SumsOnly,
-    "training": Training,
-}
+_PARTS: dict[str, type[Any]] = {"data": Data, "model": Model, "training": Training}
+_PARTS |= {"caps": Caps, "privacy": Privacy, "sums": SumsOnly}
 
 
 def _read(path: Path, kind: type[Any], *, or_else: str = "") -> dict[str, Any]:
@@ -298,16 +274,12 @@ def _read(path: Path, kind: type[Any], *, or_else: str = "") -> dict[str, Any]:
         settings = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
         raise KnobError(f"{path} cannot be read: {error}; mend it there") from error
-    if missing := [
-        name for name in _needed(kind) if name not in settings and or_else not in settings
-    ]:
-        raise KnobError(f"{path} must have {missing[0]!r}")
+    if (missing := set(_needed(kind)) - set(settings)) and or_else not in settings:
+        raise KnobError(f"{path} must have {min(missing)!r}")
     known = {each.name for each in fields(kind)} | ({or_else} - {""})
     if stray := sorted(set(settings) - known):
-        raise KnobError(
-            f"{path} has {stray[0]!r}, which is not a setting; it may have"
-            f" {', '.join(sorted(known))}"
-        )
+        may = ", ".join(sorted(known))
+        raise KnobError(f"{path} has {stray[0]!r}, which is not a setting; it may have {may}")
     for name in _PARTS.keys() & settings.keys():
         _TABLE(name, settings[name])
     return settings
@@ -325,9 +297,8 @@ def _with_parts(settings: Mapping[str, Any]) -> dict[str, Any]:
         part, kind = settings[name], _PARTS[name]
         known = [each.name for each in fields(kind)]
         if stray := sorted(set(part) - set(known)):
-            raise KnobError(
-                f"[{name}] has {stray[0]!r}, which is not a setting; it may have {', '.join(known)}"
-            )
+            may = ", ".join(known)
+            raise KnobError(f"[{name}] has {stray[0]!r}, which is not a setting; it may have {may}")
         if missing := [each for each in _needed(kind) if each not in part]:
             raise KnobError(f"[{name}] must have {missing[0]!r}")
         parts[name] = kind(**part)

@@ -1,4 +1,4 @@
-"""User 0's command: submit jobs, show how they go, and go on with what is left where one ends early."""
+"""User 0's command: submit a job, show how it goes, and go on with what is left where it ends early."""
 
 import contextlib
 import io
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from coterie.engines.remote.sites import LocalSites
-from coterie.errors import CoterieError, KnobError
-from coterie.federation.everyone.relay import MEMBERS, unfinished
-from coterie.federation.job import write_job
-from coterie.federation.lead import NEXT, RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
+from coterie.errors import CoterieError, FileError, KnobError
+from coterie.federation.lead import RECORD, REFUSED, RUN, SUMMARY, lead, rule_of
 from coterie.federation.provisioning import LEAD
+from coterie.federation.relay import MEMBERS, progress_of, unfinished
 from coterie.federation.settings import MIXTURE, lead_settings, members_of
-from coterie.federation.watching import Joined, RunWatch
-from coterie.federation.workspace import SECONDS_BETWEEN_SIGNS_OF_LIFE, require_nvflare
+from coterie.federation.watching import RunWatch
+from coterie.federation.workspace import SECONDS_BETWEEN_SIGNS_OF_LIFE, require_nvflare, write_job
+from coterie.recording.claim import claimed
 from coterie.recording.progress import progress_bar
 from coterie.recording.record import Record
 
@@ -37,8 +37,13 @@ NO_SERVER = (
     " way goes on with `coterie federate run --resume`"
 )
 
+RUNS_ALREADY = (
+    "a job of {0} runs already: follow it (`coterie federate attach {0}`), or end it (`coterie"
+    " federate stop {0}`)"
+)
+
 SUBMITTED = "submitted.txt"
-"""NVFLARE's names of the jobs that run, in user 0's folder; they are to end where it is gone."""
+"""NVFLARE's name of the job that runs, in user 0's folder; it is to end where this is gone."""
 
 
 def follow(
@@ -53,18 +58,16 @@ def follow(
 ) -> str:
     """Submit the job, follow it to its end, and return the result in a few lines.
 
-    NVFLARE ends a whole job when one site's worker dies, and a site that starts anew is in no job
-    that runs. What is left is then submitted again, from the last checkpoint, to the sites that are
-    there. With none left, user 0 goes on alone. Where everyone trains, who has ended answers the
-    others.
+    Sites come and go in a job. Where it ends early, as with the server's process, what is left is
+    submitted again, from the last checkpoint. With no site left, user 0 goes on alone. Where
+    everyone trains, who has ended answers the others.
 
     Args:
         folder: user 0's, or the server's where everyone trains.
         resume: go on with the run that is there.
         attach: follow the job that runs already.
         wait: how many seconds the server and the sites have to connect.
-        attempts: how many jobs in a row may end early with no step further; those ended for a site
-            that is back do not count.
+        attempts: how many jobs in a row may end early with no step further.
         show_line: shows a line.
         progress: whether to draw a bar; None: where standard error is a terminal.
     """
@@ -82,7 +85,13 @@ def follow(
         # a closed form is one step, whose exchanges are told as news
         steps = 1 if settings.training.rule == MIXTURE else settings.training.steps
         has_bar = sys.stderr.isatty() if progress is None else progress
-    with progress_bar(has_bar, title, steps) as show:
+    with contextlib.ExitStack() as life:
+        if not attach:
+            try:
+                life.enter_context(claimed(folder / "job"))  # by whom the first job is submitted
+            except FileError as error:
+                raise KnobError(RUNS_ALREADY.format(folder)) from error
+        show = life.enter_context(progress_bar(has_bar, title, steps))
         show_new = RunWatch(out, steps, show, show_line, tenths=not has_bar)
         jobs = Jobs(folder, names, wait, show_new, show_line, everyone=bool(members))
         if jobs.bring_to_end(attempts, attach=attach):
@@ -104,27 +113,23 @@ def stop(folder: Path, wait: float = 60.0) -> bool:
     path = folder / SUBMITTED
     if not path.exists():
         return False
-    jobs = _submitted(path)
-    path.unlink()  # whoever follows it submits no other
-    with session_of(folder / "lead", wait) as session, _errors_told(folder):
-        running = [job for job in jobs if not _status(session, job).startswith("FINISHED")]
-        for job in running:
-            session.abort_job(job)
-    return bool(running)
+    job = path.read_text(encoding="utf-8").strip()
+    try:
+        with session_of(folder / "lead", wait) as session, _errors_told(folder):
+            runs = not _status(session, job).startswith("FINISHED")
+            path.unlink(missing_ok=True)
+            if runs:
+                session.abort_job(job)
+            return runs
+    finally:
+        path.unlink(missing_ok=True)  # whoever follows it submits no other
 
 
-def _submitted(path: Path) -> list[str]:
-    """Return NVFLARE's names of the job that runs, and of one that is to go on from it."""
-    return path.read_text(encoding="utf-8").splitlines()
-
-
-def _running(session: Any, jobs: Sequence[str]) -> list[str]:
-    """Return which of these jobs have not ended; a server that was started anew may not know one."""
-    states = {}
-    for job in jobs:
-        with contextlib.suppress(Exception):  # NVFLARE raises several kinds
-            states[job] = _status(session, job)
-    return [job for job, state in states.items() if not state.startswith("FINISHED")]
+def _runs(session: Any, job: str) -> bool:
+    """Say whether a job has not ended; a server that was started anew may not know it."""
+    with contextlib.suppress(Exception):  # NVFLARE raises several kinds
+        return not _status(session, job).startswith("FINISHED")
+    return False
 
 
 class Jobs:
@@ -143,21 +148,16 @@ class Jobs:
         self.folder, self.names, self.wait = folder, names, wait
         self.show_new, self.show_line, self.everyone = show_new, show_line, everyone
         self.out, self.path, self.why = folder / RUN, folder / SUBMITTED, ""
-        self.joined = Joined(folder / "server", names)
-        self.asked = set(names)  # who is in the job
-        self.pause, self.next_at = SECONDS_TO_RECONNECT, 0.0  # of a job that goes on from another
+        self.job = self.path.read_text(encoding="utf-8").strip() if self.path.exists() else ""
 
     def bring_to_end(self, attempts: int, *, attach: bool) -> bool:
         """Submit jobs until the run has ended, and say whether it has; so many may end early."""
-        if attach and not (self.path.exists() and _submitted(self.path)):
+        if attach and not self.job:
             raise KnobError(f"no job of {self.folder} runs; `coterie federate run` submits one")
-        if not attach and self.path.exists():
+        if not attach and self.job:
             with session_of(self.folder / "lead", self.wait) as session:
-                if _running(session, _submitted(self.path)):
-                    raise KnobError(
-                        f"a job of {self.folder} runs already: follow it (`coterie federate attach"
-                        f" {self.folder}`), or end it (`coterie federate stop {self.folder}`)"
-                    )
+                if _runs(session, self.job):
+                    raise KnobError(RUNS_ALREADY.format(self.folder))
         failed, begun, furthest = 0, attach, self._step()
         try:
             while failed < attempts:
@@ -176,17 +176,17 @@ class Jobs:
                 failed = failed + 1 if self._step() <= furthest else 1
                 furthest = max(furthest, self._step())
                 without = f", without the end of {', '.join(left)}" if left else ""
-                self.show_line(
-                    f"the job has ended early ({status}){without}; going on from the last"
-                    " checkpoint"
-                )
+                going_on = "going on from the last checkpoint"
+                self.show_line(f"the job has ended early ({status}){without}; {going_on}")
         finally:
             self.path.unlink(missing_ok=True)
         self.why = f"{attempts} jobs in a row have ended early"
         return False
 
     def _step(self) -> int:
-        """Return the step of the run's last point."""
+        """Return the step of the run's last point; where everyone trains, the sum of all."""
+        if self.everyone:
+            return sum(progress_of(self.out).values()) if (self.out / MEMBERS).exists() else -1
         points = Record.load(self.out / RECORD).points if (self.out / RECORD).exists() else []
         return points[-1].step if points else -1
 
@@ -198,9 +198,8 @@ class Jobs:
 
     def _begin(self, session: Any, *, again: bool) -> bool:
         """Submit a job to those who are connected, and say whether they are enough."""
-        here = _connected(
-            session, self.names, self.wait, SECONDS_TO_RECONNECT if again else self.wait
-        )
+        patience = SECONDS_TO_RECONNECT if again else self.wait
+        here = _connected(session, self.names, self.wait, patience)
         left = self.left()  # where everyone trains, who begins needs another one
         enough = len(here & set(left or self.names)) >= (2 if len(left) == len(self.names) else 1)
         if not enough and not again:
@@ -211,76 +210,36 @@ class Jobs:
         if enough:
             for name in (SUMMARY, REFUSED):  # by which an end is known
                 (self.out / name).unlink(missing_ok=True)
-            self.asked = set(here)
-            self.path.write_text(f"{self._submit(session, here)}\n", encoding="utf-8")
+            job = write_job(self.folder.absolute() / "job", self.names, everyone=self.everyone)
+            self.job = str(session.submit_job(str(job)))
+            self.path.write_text(self.job, encoding="utf-8")
         return enough
 
-    def _submit(self, session: Any, here: Collection[str]) -> str:
-        """Submit a job to these sites, and return NVFLARE's name of it."""
-        self.joined()
-        self.joined.names.clear()
-        job = write_job(self.folder.absolute() / "job", sorted(here), everyone=self.everyone)
-        return str(session.submit_job(str(job)))
-
-    def _note(self, *jobs: str) -> None:
-        """Write down the jobs that run, unless `stop` has taken the file away."""
-        with contextlib.suppress(FileNotFoundError), self.path.open("r+", encoding="utf-8") as file:
-            file.truncate()
-            file.write("".join(f"{job}\n" for job in jobs))
-
     def _watch(self, session: Any) -> str:
-        """Show the run until NVFLARE says that the job has ended, and return how.
-
-        A site that has joined since a job began is in no job. What is left is submitted anew, with
-        all who are here; the job ends once the next one waits for that. Ctrl-C ends all.
-        """
-        (job, *later), asked_later = _submitted(self.path), self.asked
+        """Show the run until NVFLARE says that the job has ended, and return how; Ctrl-C ends it."""
         try:
             while True:
                 self.show_new()
                 try:
-                    states = [_status(session, each) for each in (job, *later)]
-                    here = _heard(session, self.names)
+                    status = _status(session, self.job)
                 except Exception as error:  # NVFLARE raises several kinds
                     return f"the server does not answer, {type(error).__name__}"
                 if any((self.out / name).exists() for name in (SUMMARY, REFUSED)):
-                    return states[0]  # NVFLARE takes some seconds more to clear up
-                over = [state.startswith("FINISHED") for state in states]
-                if all(over):
-                    return states[0]
-                _check_wanted(self.path)
-                if later and (over[0] or (self.out / NEXT).exists()):
-                    self._abort(session, job)
-                    job, later, self.asked = later[0], [], asked_later
-                    self.pause = SECONDS_TO_RECONNECT
-                    self._note(job)
-                elif any(over):  # the next one has not begun: another try, later each time
-                    later, self.next_at = [], time.monotonic() + self.pause
-                    self.pause *= 2
-                    self._note(job)
-                back = self.joined() | (here - self.asked)
-                if back and not later and self._has_begun() and time.monotonic() >= self.next_at:
-                    names = ", ".join(sorted(back))
-                    self.show_line(f"back: {names}; going on in a job with all that are here")
-                    (self.out / NEXT).unlink(missing_ok=True)
-                    self.asked, asked_later = self.asked - back, here | back
-                    later = [self._submit(session, asked_later)]
-                    self._note(job, *later)
+                    return status  # NVFLARE takes some seconds more to clear up
+                if status.startswith("FINISHED"):
+                    return status
+                self._check_wanted()
                 time.sleep(SECONDS_BETWEEN_POLLS)
         except KeyboardInterrupt:
-            later += [job]  # else the sites would go on giving gradients, with nobody to see it
-            raise
-        finally:
-            self._abort(session, *later)
-
-    @staticmethod
-    def _abort(session: Any, *jobs: str) -> None:
-        for job in jobs:
+            # else the sites would go on giving gradients, with nobody to see it
             with contextlib.suppress(Exception):  # the server, or the job, may be gone
-                session.abort_job(job)
+                session.abort_job(self.job)
+            raise
 
-    def _has_begun(self) -> bool:
-        return (self.out / (MEMBERS if self.everyone else RECORD)).exists()
+    def _check_wanted(self) -> None:
+        """End where `stop` has taken the job's name away."""
+        if not self.path.exists():
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -351,12 +310,6 @@ def connected_sites(folder: Path, names: Sequence[str], wait: float) -> set[str]
     """Return which sites the server hears now."""
     with session_of(folder / "lead", wait) as session, _errors_told(folder):
         return _heard(session, names)
-
-
-def _check_wanted(path: Path) -> None:
-    """End where `stop` has taken the job's name away."""
-    if not path.exists():
-        raise KeyboardInterrupt
 
 
 def _status(session: Any, job: str) -> str:

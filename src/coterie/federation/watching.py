@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from coterie.engines.peer import Caps
@@ -121,9 +121,8 @@ class RunWatch:
             return
         last = points[-1]
         losses = [point.validation["loss"] for point in points if point.validation]
-        loss, weight = (
-            math.nan if value is None else value for value in (last.own_loss, last.weight)
-        )
+        told = (last.own_loss, last.weight)
+        loss, weight = (math.nan if value is None else value for value in told)
         best = min(losses, default=None)
         self._show(last.step, loss, weight, best)
         left = self._left = self._left or TimeLeft(last.step, self._steps)
@@ -136,9 +135,9 @@ class RunWatch:
 class SiteWatch:
     """Tell a site whether it is connected, what it has given, and what it has refused."""
 
-    def __init__(self, folder: Path, place: Path, caps: Caps, given: int, screen: Screen) -> None:
+    def __init__(self, folder: Path, log: NewLines, caps: Caps, given: int, screen: Screen) -> None:
         self.caps, self.given, self.screen = caps, given, screen
-        self._log, self._requests = NewLines(place / LOG), NewLines(folder / REQUESTS)
+        self._log, self._requests = log, NewLines(folder / REQUESTS)
         self._refused: dict[str, int] = {}
         self._is_full = False
         screen.now("waiting for the server")
@@ -191,10 +190,10 @@ class MemberWatch(SiteWatch):
     """Tell a site that trains a model of its own how far that is, too, and what came of it."""
 
     def __init__(
-        self, folder: Path, place: Path, caps: Caps, given: int, screen: Screen, *, steps: int
+        self, folder: Path, log: NewLines, caps: Caps, given: int, screen: Screen, *, steps: int
     ) -> None:
         self._mine, self._given, self._steps, out = "", "", steps, folder / RUN
-        super().__init__(folder, place, caps, given, screen)
+        super().__init__(folder, log, caps, given, screen)
         self._run = RunWatch(out, steps, self._follow, screen.line, tenths=False)
         self._ends = {path: _text(path) for path in (out / SUMMARY, out / REFUSED)}
 
@@ -214,23 +213,9 @@ class MemberWatch(SiteWatch):
         self.screen.now(f"{self._mine}{text}")
 
     def _follow(self, step: int, loss: float, weight: float, best: float | None) -> None:
-        self._mine = (
-            f"own run: step {step} of {self._steps}, {numbers_of(loss, weight, best)}; for others: "
-        )
+        said = numbers_of(loss, weight, best)
+        self._mine = f"own run: step {step} of {self._steps}, {said}; for others: "
         self.now(self._given)
-
-
-class Joined:
-    """The sites that have connected to the server since the last look, by NVFLARE's log."""
-
-    def __init__(self, place: Path, wanted: Sequence[str]) -> None:
-        self._log, self._wanted, self.names = NewLines(place / LOG), wanted, set[str]()
-
-    def __call__(self) -> set[str]:
-        """Look what is new, and return all that have joined after the first look."""
-        found = (_CLIENTS[0][0].search(line) for line in self._log())
-        self.names |= {each[1] for each in found if each and each[1] in self._wanted}
-        return self.names
 
 
 class ServerWatch:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import KnobError
+from coterie.gradients.parameters import is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,48 +198,6 @@ def cut(rows: Tensor, norm: float | Tensor) -> Tensor:
     peak = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     share: Tensor = norm / (rows / peak).norm(dim=-1, keepdim=True) / peak
     return rows * share.clamp(max=1.0)
-
-
-def is_finite(vector: Tensor) -> bool:
-    """Say whether every entry is finite, in one pass over the vector."""
-    # a finite sum has finite terms; overflow too can make it infinite, and only then each is checked
-    return math.isfinite(vector.sum().item()) or bool(vector.isfinite().all())
-
-
-class FiniteLater:
-    """Whether a vector is finite.
-
-    The check starts now and is read later, so the host need not wait for a GPU.
-    """
-
-    def __init__(self, vector: Tensor) -> None:
-        self._vector, self._total = vector, vector.sum()
-        self._copied: torch.Event | None = None
-        if vector.is_cuda:
-            host = torch.empty_like(self._total, device="cpu", pin_memory=True)
-            self._total = host.copy_(self._total, non_blocking=True)
-            self._copied = torch.cuda.current_stream().record_event()
-
-    def read(self) -> bool:
-        """Return the answer; see `is_finite`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        # A finite sum has finite terms. Overflow too can make the sum infinite; only then is each
-        # term checked.
-        return math.isfinite(self._total.item()) or bool(self._vector.isfinite().all())
-
-
-def finite_rows(rows: Tensor) -> Tensor:
-    """Say of every row, in the last dimension, whether all its entries are finite, in one pass over them.
-
-    Example:
-        >>> finite_rows(torch.tensor([[1.0, 2.0], [3e38, 3e38], [torch.inf, -torch.inf]]))
-        tensor([ True,  True, False])
-    """
-    finite = rows.sum(-1).isfinite()
-    if not finite.all():  # overflow too can make a sum infinite; only then is each term checked
-        finite = rows.isfinite().all(-1)
-    return finite
 
 
 def keep_finite(

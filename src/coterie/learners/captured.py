@@ -24,7 +24,7 @@ WARM_UP = 3
 """How many steps are taken by the program before it is captured, in which libraries set up what they need."""
 
 
-class Repeats(Protocol):
+class CapturableSteps(Protocol):
     """What steps stacks of parameters by the same work, but for examples and numbers that are known beforehand."""
 
     @property
@@ -55,7 +55,7 @@ class Repeats(Protocol):
     def numbers(self, step: int) -> list[float]:
         """Return the numbers of a step."""
 
-    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+    def directions(self, drawn: Sequence[Tensor], numbers: Tensor) -> Tensor:
         """Write the stacks' directions by one row of what is drawn.
 
         Return the own losses, one or many.
@@ -74,7 +74,7 @@ class StackBlock:
     that it is of.
     """
 
-    def __init__(self, learner: Repeats, *, undone: bool = True) -> None:
+    def __init__(self, learner: CapturableSteps, *, undone: bool = True) -> None:
         self.learner, x, self.undone = learner, learner.stacks[0].x, undone
         self.device = x.device
         # the row of the next step
@@ -125,7 +125,7 @@ class StackBlock:
     def step(self, taken: int) -> None:
         """Take one step by its row of the tables."""
         learner, counter = self.learner, self.counter
-        numbers = self.numbers.index_select(0, counter)[0].unbind()
+        numbers = self.numbers.index_select(0, counter)[0]
         count = len(numbers) - sum(map(len, self.rates[taken]))
         rows = [table.index_select(0, counter)[0] for table in self.indices]
         losses = learner.directions(rows, numbers[:count])

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Answers, Engine, LocalWork, Question
+from coterie.engines.engine import Answers, Engine, LocalWork, Question, require
 from coterie.errors import GradientError, KnobError, PeerLost, attributing_errors_to
-from coterie.gradients.gradients import Gradients, complete, cut, gave_nothing, is_finite
+from coterie.gradients.gradients import Gradients, complete, cut, gave_nothing
 from coterie.gradients.norm_bound import NormBound
-from coterie.gradients.parameters import Parameters, copied, load_trained_state, trained_state
+from coterie.gradients.parameters import (
+    Parameters,
+    copied,
+    is_finite,
+    load_trained_state,
+    trained_state,
+)
 from coterie.learners.captured import StackBlock
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack, Steps, why_not_capturable
@@ -231,8 +236,8 @@ class RuleLearner(Learner):
         """Return what the next step asks: the peers' sum at x, and user 0's gradient there."""
         weights = self._weights()
         if self._asked_for is None or self._asked_for[0] != weights:
-            given = self.x.new_tensor([[weights.get(name, 0.0) for name in self.engine.names]])
-            self._asked_for = weights, given if weights else given[:0]
+            row = self.x.new_tensor([[weights.get(name, 0.0) for name in self.engine.names]])
+            self._asked_for = weights, row if weights else row[:0]
         asked = self._asked_for[1]
         return Question(self.x.detach().expand(1 + len(asked), -1), self.step, asked, own=[0])
 
@@ -280,8 +285,8 @@ class RuleLearner(Learner):
         waiting = None
         if weights:
             engine = require(self.engine, "local_work", "`local_steps`")
-            given = [[weights.get(name, math.nan) for name in engine.names]]
-            asked, at = torch.tensor(given, dtype=torch.float64), self.step * work.count
+            row = [[weights.get(name, math.nan) for name in engine.names]]
+            asked, at = torch.tensor(row, dtype=torch.float64), self.step * work.count
             waiting = engine.ask(Question(self.x.detach()[None], at, asked, rows, work=work))
         g = self._own_work(work)
         try:
@@ -359,14 +364,14 @@ class RuleLearner(Learner):
         can = self.engine.capabilities
         why = can.rows_not_captured if self.rule.needs_rows else can.not_captured
         why = why_not_capturable(self.optimizer) or why
-        return why or StackBlock(_Repeated(self, self.rule))
+        return why or StackBlock(_RuleSteps(self, self.rule))
 
     def tau(self) -> Mapping[str, float]:
         """Return the weight of each peer among the peers in the last step, where there is such a thing."""
-        given = (
+        weights = (
             weights_in(self.state) if "tau" in self.state else self.rule.weights(self.engine.names)
         )
-        return {name: given[name] for name in self.engine.names if name in given}
+        return {name: weights[name] for name in self.engine.names if name in weights}
 
 
 def one_rate(optimizer: Optimizer) -> float:
@@ -425,7 +430,7 @@ def _with_answers(
     return g.with_peers(matrix, tuple(there), weights, answers.left_out, rows=True)
 
 
-class _Repeated:
+class _RuleSteps:
     """The steps of a rule's learner that are the same work but for examples, knobs and step sizes."""
 
     def __init__(self, learner: RuleLearner, rule: Capturable) -> None:
@@ -485,7 +490,7 @@ class _Repeated:
         self.learner.state = {**self.learner.state, **here}
         return self.learner.state
 
-    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+    def directions(self, drawn: Sequence[Tensor], numbers: Tensor) -> Tensor:
         """Write the direction of one step, not a number where a sum is too long; return the own loss."""
         learner, weights = self.learner, self.rule.weights(self._engine.names)
         g = self._engine.gradients_of(learner.x, drawn[0], weights, rows=self.rule.needs_rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from coterie.arguments import (
     FLAG,
     POSITIVE,
     Check,
-    Setting,
     check_settings,
     either,
     function,
@@ -118,122 +117,62 @@ class RunSettings(StepSettings):
 
     A field here is an argument of `coterie.train` and `coterie.train_everyone`. One of plain data
     that commands, federations and records should have as well stands in `StepSettings`.
+
+    Args:
+        optimizer: A class of `torch.optim` (or a function of the parameters), or an optimizer
+            of this very model, e.g. with parameter groups; Adam when None. A method takes plain
+            steps of its own.
+        scheduler: A function of the optimizer that returns a learning-rate scheduler, stepped
+            at every step (`ReduceLROnPlateau`: at every evaluation, with the validation loss).
+        clip_norm: Norm that the rule's direction is clipped to; not clipped when None.
+        norm_bound: Ignore a peer's gradient longer than `norm_bound` times the median of all
+            (if only the sum is known: times the longest sum so far), and a peer that keeps
+            opposing user 0 and most peers. The record counts what is ignored; None ignores
+            nothing. Only None matters to `AdaptiveAveraging`. See docs/reliability.md.
+        device: Where to train; where the model is when None.
+        metrics: By name, functions of (outputs, targets) over a whole set; accuracy or RMSE
+            when None.
+        evaluate_every: Steps between evaluations; a fiftieth of the run when None.
+        out: A folder for the record, checkpoints and what trackers write.
+        trackers: Names of trackers that follow a run with `out`; TensorBoard, where it is
+            installed, when None. Your own can be registered; see docs/extending.md.
+        checkpoint_every: Steps between checkpoints in `out`; a tenth of the run when None.
+        resume: Go on from the last checkpoint in `out`; from the start where there is none.
+        progress: Show a progress bar; None: when standard error is a terminal.
+        guard: "held-out" trains a model alone beside, compares the two on the validation set at
+            every evaluation, restarts from it where the peers do harm, and returns the better
+            of the two, for one more own gradient a step; "off" does not; "auto" does where
+            there are validation examples. The default rule trains alone beside in any case, and
+            without validation examples compares on own examples held out. A method is not
+            restarted, and the model beside it takes as many own steps as it computes own
+            gradients.
+        measure: Measure noise, bias and curvature before the first step, by sixteen passes over
+            the users, and report them with the plan that they imply. None: for a rule with
+            knobs, where all examples are in this process.
+        threads: CPU threads of torch while the run goes on. None: one where passes are small,
+            so that threads would only wait for each other, else as many as torch has.
     """
 
-    optimizer: Annotated[
-        OptimizerLike | None,
-        Setting(
-            "A class of `torch.optim` (or a function of the parameters), or an optimizer of this "
-            "very model, e.g. with parameter groups; Adam when None. A method takes plain steps "
-            "of its own.",
-            optional(_OPTIMIZER),
-        ),
-    ] = None
-    scheduler: Annotated[
-        Scheduler | None,
-        Setting(
-            "A function of the optimizer that returns a learning-rate scheduler, stepped at every "
-            "step (`ReduceLROnPlateau`: at every evaluation, with the validation loss).",
-            optional(_SCHEDULER),
-        ),
-    ] = None
-    clip_norm: Annotated[
-        float | None,
-        Setting(
-            "Norm that the rule's direction is clipped to; not clipped when None.",
-            optional(POSITIVE),
-        ),
-    ] = None
+    optimizer: Annotated[OptimizerLike | None, optional(_OPTIMIZER)] = None
+    scheduler: Annotated[Scheduler | None, optional(_SCHEDULER)] = None
+    clip_norm: Annotated[float | None, optional(POSITIVE)] = None
     norm_bound: Annotated[
-        float | None,
-        Setting(
-            "Ignore a peer's gradient longer than `norm_bound` times the median of all (if only "
-            "the sum is known: times the longest sum so far), and a peer that keeps opposing user "
-            "0 and most peers. The record counts what is ignored; None ignores nothing. Only None "
-            "matters to `AdaptiveAveraging`. See docs/reliability.md.",
-            optional(real("be at least 1", lambda value: value >= 1)),
-        ),
+        float | None, optional(real("be at least 1", lambda value: value >= 1))
     ] = FACTOR
     device: Annotated[
         torch.device | str | None,
-        Setting(
-            "Where to train; where the model is when None.",
-            optional(instance((str, torch.device), 'a device such as "cpu" or "cuda:0"')),
-        ),
+        optional(instance((str, torch.device), 'a device such as "cpu" or "cuda:0"')),
     ] = None
-    metrics: Annotated[
-        Mapping[str, Metric] | None,
-        Setting(
-            "By name, functions of (outputs, targets) over a whole set; accuracy or RMSE when"
-            " None.",
-            optional(_METRICS),
-        ),
-    ] = None
-    evaluate_every: Annotated[
-        int | None,
-        Setting("Steps between evaluations; a fiftieth of the run when None.", optional(COUNT)),
-    ] = None
-    out: Annotated[
-        Path | str | None,
-        Setting(
-            "A folder for the record, checkpoints and what trackers write.",
-            optional(Check("be the path of a folder", _folder)),
-        ),
-    ] = None
-    trackers: Annotated[
-        Sequence[str] | None,
-        Setting(
-            "Names of trackers that follow a run with `out`; TensorBoard, where it is installed, "
-            "when None. Your own can be registered; see docs/extending.md.",
-            optional(_TRACKERS),
-        ),
-    ] = None
-    checkpoint_every: Annotated[
-        int | None,
-        Setting(
-            "Steps between checkpoints in `out`; a tenth of the run when None.", optional(COUNT)
-        ),
-    ] = None
-    resume: Annotated[
-        bool,
-        Setting(
-            "Go on from the last checkpoint in `out`; from the start where there is none.", FLAG
-        ),
-    ] = False
-    progress: Annotated[
-        bool | None,
-        Setting("Show a progress bar; None: when standard error is a terminal.", _YES_NO_AUTO),
-    ] = None
-    guard: Annotated[
-        Literal["auto", "held-out", "off"],
-        Setting(
-            '"held-out" trains a model alone beside, compares the two on the validation set at '
-            "every evaluation, restarts from it where the peers do harm, and returns the better "
-            'of the two, for one more own gradient a step; "off" does not; "auto" does where '
-            "there are validation examples. The default rule trains alone beside in any case, and "
-            "without validation examples compares on own examples held out. A method is not "
-            "restarted, and the model beside it takes as many own steps as it computes own "
-            "gradients.",
-            one_of("auto", "held-out", "off"),
-        ),
-    ] = "auto"
-    measure: Annotated[
-        bool | None,
-        Setting(
-            "Measure noise, bias and curvature before the first step, by sixteen passes over the "
-            "users, and report them with the plan that they imply. None: for a rule with knobs, "
-            "where all examples are in this process.",
-            _YES_NO_AUTO,
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        Setting(
-            "CPU threads of torch while the run goes on. None: one where passes are small, so "
-            "that threads would only wait for each other, else as many as torch has.",
-            optional(COUNT),
-        ),
-    ] = None
+    metrics: Annotated[Mapping[str, Metric] | None, optional(_METRICS)] = None
+    evaluate_every: Annotated[int | None, optional(COUNT)] = None
+    out: Annotated[Path | str | None, optional(Check("be the path of a folder", _folder))] = None
+    trackers: Annotated[Sequence[str] | None, optional(_TRACKERS)] = None
+    checkpoint_every: Annotated[int | None, optional(COUNT)] = None
+    resume: Annotated[bool, FLAG] = False
+    progress: Annotated[bool | None, _YES_NO_AUTO] = None
+    guard: Annotated[Literal["auto", "held-out", "off"], one_of("auto", "held-out", "off")] = "auto"
+    measure: Annotated[bool | None, _YES_NO_AUTO] = None
+    threads: Annotated[int | None, optional(COUNT)] = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -257,6 +196,30 @@ class RunSpec(RunSettings):
 
     The fields are the arguments of `coterie.train`.
 
+    Args:
+        model: Any module; training starts from its parameters, in the mode (train or eval) it
+            is in. It is not changed.
+        loss: The mean loss of a batch from (output, target).
+        me: User 0; its validation set chooses the best model, its test set is evaluated once,
+            at the end.
+        peers: The others.
+        rule: How gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`,
+            …; `AdaptiveAveraging`, which has nothing to set, when None; knobs that are "auto"
+            are chosen before the first step. Or a method of `coterie.methods`, whose rounds are
+            then the steps. Or a name of either, as in `coterie list`: "wga".
+        epochs: In the place of `steps`, as many as user 0 has batches in so many passes over
+            its examples.
+        hooks: Called as the run goes on: functions of a `Step`, called after every step, or
+            instances of `coterie.Hook`. One that returns True from a step ends the run.
+        capture: Take steps as one program that the host looks into only where something is
+            recorded: on a GPU a captured CUDA graph. None: on a GPU. What cannot be captured is
+            reported, with the reason, and taken step by step. Hooks are called after every step
+            all the same. See docs/performance.md.
+        forward_options: Autocast, channels last and `torch.compile` for training; see
+            `ForwardOptions`.
+        engine: Where the users are: `InProcess`, another function that makes an engine over
+            this run's model and users, which is closed at the end, or an engine.
+
     Example:
         >>> from dataclasses import replace
         >>> me, peer = (User(name, [[1.0]], [[1.0]]) for name in ("me", "a"))
@@ -265,75 +228,17 @@ class RunSpec(RunSettings):
         [0, 1, 2]
     """
 
-    model: Annotated[
-        nn.Module,
-        Setting(
-            "Any module; training starts from its parameters, in the mode (train or eval) it is "
-            "in. It is not changed.",
-            MODEL,
-        ),
-    ]
-    loss: Annotated[Loss, Setting("The mean loss of a batch from (output, target).", LOSS)]
-    me: Annotated[
-        User,
-        Setting(
-            "User 0; its validation set chooses the best model, its test set is evaluated once, at"
-            " the end.",
-            USER,
-        ),
-    ]
-    peers: Annotated[Sequence[User], Setting("The others.", PEERS)]
-    rule: Annotated[
-        Any,
-        Setting(
-            "How gradients become a direction: `Alone`, `WeightedAveraging`, `BiasCorrection`, …; "
-            '`AdaptiveAveraging`, which has nothing to set, when None; knobs that are "auto" are '
-            "chosen before the first step. Or a method of `coterie.methods`, whose rounds are "
-            'then the steps. Or a name of either, as in `coterie list`: "wga".'
-        ),
-    ] = None
+    model: Annotated[nn.Module, MODEL]
+    loss: Annotated[Loss, LOSS]
+    me: Annotated[User, USER]
+    peers: Annotated[Sequence[User], PEERS]
+    rule: Any = None
     _: KW_ONLY
-    epochs: Annotated[
-        int | None,
-        Setting(
-            "In the place of `steps`, as many as user 0 has batches in so many passes over its"
-            " examples.",
-            optional(COUNT),
-        ),
-    ] = None
-    hooks: Annotated[
-        Sequence[Any],
-        Setting(
-            "Called as the run goes on: functions of a `Step`, called after every step, or "
-            "instances of `coterie.Hook`. One that returns True from a step ends the run.",
-            _HOOKS,
-        ),
-    ] = ()
-    capture: Annotated[
-        bool | None,
-        Setting(
-            "Take steps as one program that the host looks into only where something is recorded: "
-            "on a GPU a captured CUDA graph. None: on a GPU. What cannot be captured is reported, "
-            "with the reason, and taken step by step. Hooks are called after every step all the "
-            "same. See docs/performance.md.",
-            _YES_NO_AUTO,
-        ),
-    ] = None
-    forward_options: Annotated[
-        ForwardOptions,
-        Setting(
-            "Autocast, channels last and `torch.compile` for training; see `ForwardOptions`.",
-            _FORWARD,
-        ),
-    ] = DEFAULT_FORWARD
-    engine: Annotated[
-        Engine | MakeEngine,
-        Setting(
-            "Where the users are: `InProcess`, another function that makes an engine over this "
-            "run's model and users, which is closed at the end, or an engine.",
-            _ENGINE,
-        ),
-    ] = InProcess
+    epochs: Annotated[int | None, optional(COUNT)] = None
+    hooks: Annotated[Sequence[Any], _HOOKS] = ()
+    capture: Annotated[bool | None, _YES_NO_AUTO] = None
+    forward_options: Annotated[ForwardOptions, _FORWARD] = DEFAULT_FORWARD
+    engine: Annotated[Engine | MakeEngine, _ENGINE] = InProcess
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -367,19 +272,27 @@ class RunSpec(RunSettings):
     def prepared(self) -> Self:
         """Return the same run with copies of model and loss on the device, and of its optimizer, made."""
         Parameters(self.model)  # refuses what cannot be trained, before it is copied
-        if isinstance(self.optimizer, Optimizer):
-            if self.lr is not None:
-                raise KnobError(
-                    f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in"
-                    " the optimizer"
-                )
-            model, optimizer = _copied((self.model, self.optimizer), self.model)
-            model = _moved(model, self.device)
-        else:
-            model = _moved(_copied(self.model, self.model), self.device)
+        ready_made = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        if ready_made is not None and self.lr is not None:
+            raise KnobError(
+                f"`lr` ({self.lr}) and an optimizer that has its own were both given; set it in"
+                " the optimizer"
+            )
+        with attributing_errors_to("a copy of the model, which stays as it is,"):
+            model, optimizer = copied((self.model, ready_made), self.model)
+        try:
+            model = model.to(self.device)
+        except (RuntimeError, AssertionError) as error:  # torch is without it, or there is none
+            why = str(error).partition("\n")[0]
+            raise KnobError(
+                f"`device` {str(self.device)!r} cannot be used here: {why}; leave it out for the"
+                " CPU"
+            ) from error
+        if optimizer is None:
             trainable = list(Parameters(model).named.values())
             lr = LR if self.lr is None and self.optimizer is None else self.lr
-            optimizer = _made(self.optimizer or Adam, trainable, {} if lr is None else {"lr": lr})
+            make = cast("Callable[..., Optimizer]", self.optimizer or Adam)
+            optimizer = _made(make, trainable, {} if lr is None else {"lr": lr})
         ours = {id(p) for p in model.parameters()}
         if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
             raise ModelError(
@@ -438,21 +351,6 @@ class RunSpec(RunSettings):
                 f" {shown(made)}; write `scheduler=lambda optimizer: StepLR(optimizer, 10)`"
             )
         return made
-
-
-def _copied(thing: Any, model: nn.Module) -> Any:
-    with attributing_errors_to("a copy of the model, which stays as it is,"):
-        return copied(thing, model)
-
-
-def _moved(model: nn.Module, device: torch.device | str | None) -> nn.Module:
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
-        why = str(error).partition("\n")[0]
-        raise KnobError(
-            f"`device` {str(device)!r} cannot be used here: {why}; leave it out for the CPU"
-        ) from error
 
 
 def _made(

@@ -63,7 +63,7 @@ class Stack:
                         "an optimizer that does not work element by element steps one row"
                     )
                 rows = first
-            optimizer = _over(spec, x[rows], self.direction[rows])
+            optimizer = _optimizer_over(spec, x[rows], self.direction[rows])
             self._steps.append((optimizer, spec.schedule(optimizer)))
             first += count
 
@@ -81,14 +81,14 @@ class Stack:
         apart = why_not_stacked(spec.made_optimizer)
         return cls(x.clone(), [(spec, 1)] * len(x) if apart else [(spec, len(x))])
 
-    def optimize(self, rates: Sequence[float] | Sequence[Tensor]) -> None:
+    def optimize(self, rates: Sequence[float] | Tensor) -> None:
         """Let every optimizer follow its rows of `direction`, by the step sizes of `rates()`."""
         if self.norms is not None:
             self.direction.copy_(cut(self.direction, self.norms))
         first = 0
         for optimizer, scheduler in self._steps:
             last = first + (0 if scheduler is None else len(optimizer.param_groups))
-            with at_rates(optimizer, rates[first:last]) if rates else contextlib.nullcontext():
+            with at_rates(optimizer, rates[first:last]) if len(rates) else contextlib.nullcontext():
                 optimizer.step()
             first = last
 
@@ -160,8 +160,8 @@ class Stack:
     def set_rates(self, optimizer: Optimizer) -> None:
         """Take over the step sizes of another optimizer of the same groups."""
         for each, _ in self._steps:
-            for group, theirs in zip(each.param_groups, optimizer.param_groups, strict=True):
-                group["lr"] = theirs["lr"]
+            for group, other in zip(each.param_groups, optimizer.param_groups, strict=True):
+                group["lr"] = other["lr"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
@@ -197,12 +197,11 @@ class Steps:
         states = [id(optimizer.state) for optimizer in optimizers]
         if states != self._of:  # others, or one that has loaded its state
             self._of, self._joint = states, _joined(optimizers)
-        with attributing_errors_to("the optimizer"):
-            for stack in stacks:
-                if stack.norms is not None:  # directions are cut to what is allowed
-                    stack.direction.copy_(cut(stack.direction, stack.norms))
-            for joint, members in self._joint:
-                _step(joint, members)
+        for stack in stacks:
+            if stack.norms is not None:  # directions are cut to what is allowed
+                stack.direction.copy_(cut(stack.direction, stack.norms))
+        for joint, members in self._joint:
+            _step(joint, members)
         for stack in stacks:
             if any(scheduler for _, scheduler in stack._steps):
                 stack.schedule()
@@ -288,7 +287,7 @@ def _take_state(
         new.state[p] = fresh
 
 
-def _over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
+def _optimizer_over(spec: RunSpec, x: Tensor, direction: Tensor) -> Optimizer:
     """Return a copy of the optimizer that holds rows of parameters, or one row, in the place of the model's."""
     optimizer = copy.deepcopy(spec.made_optimizer, {id(p): p for p in spec.model.parameters()})
     # single steps beside captured ones are meant
@@ -348,7 +347,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def at_rates(optimizer: Optimizer, rates: Sequence[float] | Sequence[Tensor]) -> Iterator[None]:
+def at_rates(optimizer: Optimizer, rates: Sequence[float] | Tensor) -> Iterator[None]:
     """Let an optimizer use these step sizes inside, one for each group; none: its own."""
     before = [dict(group) for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=False):

@@ -8,32 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 from coterie.errors import KnobError, did_you_mean
-from coterie.methods.averaging.data_interpolation import data_interpolation, interpolation_of_sizes
-from coterie.methods.averaging.fair import AFL, QFFL
-from coterie.methods.averaging.fedavg import FedAvg, FedProx
-from coterie.methods.averaging.fine_tuning import FineTuning
-from coterie.methods.averaging.model_averaging import averaging_error, averaging_weights
-from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
-from coterie.methods.personal.apfl import APFL, Mapper
-from coterie.methods.personal.ditto import Ditto
-from coterie.methods.personal.fedala import FedALA
-from coterie.methods.personal.hyp_cluster import HypCluster
-from coterie.methods.personal.l2gd import L2GD
-from coterie.methods.personal.per_fedavg import PerFedAvg
-from coterie.methods.personal.pfedme import PFedMe
-from coterie.methods.personal.shared_part import FedBN, FedPer, FedRep
+from coterie.methods.clusters import HypCluster, UserCentric
+from coterie.methods.corrections import AffPCL, AuxMom, AuxMVR, Mime, Scaffold
+from coterie.methods.fair import AFL, QFFL
+from coterie.methods.fedavg import FedAvg, FedProx, FineTuning, Sampled
+from coterie.methods.interpolation import (
+    averaging_error,
+    averaging_weights,
+    data_interpolation,
+    interpolation_of_sizes,
+)
+from coterie.methods.mixtures import APFL, FedALA, Mapper
+from coterie.methods.own_variance import MVR, SAGA, SVRG
+from coterie.methods.personal import L2GD, Ditto, PerFedAvg, PFedMe
 from coterie.methods.rounds import Method
-from coterie.methods.variance.affpcl import AffPCL
-from coterie.methods.variance.aux_mom import AuxMom, AuxMVR
-from coterie.methods.variance.mime import Mime
-from coterie.methods.variance.own_variance import MVR, SAGA, SVRG
-from coterie.methods.variance.scaffold import Scaffold
-from coterie.methods.weighting.fedamp import FedAMP
-from coterie.methods.weighting.fedfomo import FedFomo
-from coterie.methods.weighting.selfish import Selfish
-from coterie.methods.weighting.user_centric import UserCentric
-from coterie.methods.weighting.waffle import Waffle
+from coterie.methods.shared_part import FedBN, FedPer, FedRep
+from coterie.methods.weighting import FedAMP, FedFomo, Selfish, Waffle
 from coterie.registry import Computed, Entry, Registry, RunSizes
 from coterie.rules import RULES
 from coterie.rules.similarity import MirrorDescent, WeightErosion

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from coterie.arguments import COUNT
-from coterie.engines.capabilities import AnswersAtOwnPoints, require
-from coterie.engines.engine import Engine
+from coterie.engines.engine import AnswersAtOwnPoints, Engine, require
 from coterie.errors import DataError
-from coterie.gradients.gradients import is_finite
+from coterie.gradients.parameters import is_finite
 from coterie.recording.costs import Costs
 from coterie.rules import State
 from coterie.users.sampling import random_key
@@ -79,10 +78,15 @@ class Clients:
         """
         return require(self.asked, "own_points", "this method")
 
+    @cached_property
+    def own(self) -> AnswersAtOwnPoints:
+        """What computes for user 0, who is always in this process."""
+        return self.engine
+
     @property
     def seed(self) -> int:
         """The seed of the run, from which batches, coins and starting points are drawn."""
-        return self.engine.seed
+        return self.own.seed
 
     @property
     def shares(self) -> Tensor:
@@ -126,11 +130,16 @@ class Clients:
             return rows
         return torch.where(self.present.reshape(-1, *[1] * (rows.ndim - 1)), rows, before)
 
+    def _places(self) -> list[int]:
+        """Return the places of those who take part among all names, user 0 first."""
+        if self.present is None:
+            return list(range(len(self.names)))
+        places: list[int] = self.present.nonzero().flatten().tolist()
+        return places
+
     def _asked(self) -> list[str]:
         """Return the names of those who take part, user 0 first."""
-        if self.present is None:
-            return list(self.names)
-        return [name for name, here in zip(self.names, self.present.tolist(), strict=True) if here]
+        return [self.names[place] for place in self._places()]
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
         """Return each user's gradient at its point, on its batch of this step.
@@ -198,8 +207,9 @@ class Clients:
         The step seeds dropout and other random parts of the model.
         """
         self.costs.compute([name], len(indices))
-        gradient, loss = self.engine.on(name, x, indices, step)
-        if name == self.me.name:
+        is_own = name == self.me.name
+        gradient, loss = (self.own if is_own else self.engine).on(name, x, indices, step)
+        if is_own:
             self.own_losses.append(float(loss))
         return gradient
 
@@ -226,7 +236,11 @@ class Clients:
 
     def held_out_losses(self, points: Tensor) -> Tensor:
         """Return user 0's mean validation loss at each of these points."""
-        return losses_held_out(self.engine, self.me, points)
+        if self.me.validation is None:
+            raise DataError(
+                f"this method compares models on validation examples, but {self.me.name!r} has none"
+            )
+        return self.own.losses_over(self.me.validation, points)
 
     def exchange(self, down: int, up: int) -> None:
         """Count the numbers that user 0 sends to every peer that takes part, and that each sends back (`up`)."""
@@ -239,15 +253,6 @@ class Clients:
             self.left_out |= {self.names[1 + int(k)]: "not finite" for k in bad.nonzero().flatten()}
             rows[1:][bad] = 0.0
         return rows
-
-
-def losses_held_out(engine: AnswersAtOwnPoints, me: User, points: Tensor) -> Tensor:
-    """Return user 0's mean validation loss at each of these points."""
-    if me.validation is None:
-        raise DataError(
-            f"this method compares models on validation examples, but {me.name!r} has none"
-        )
-    return engine.losses_over(me.validation, points)
 
 
 class LocalSteps:

@@ -5,20 +5,20 @@ rehearsing it with a formula in their place.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Answers, Capabilities, Engine, LocalWork, Question
+from coterie.engines.engine import Answers, Capabilities, Engine, LocalWork, Question, require
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.requests import MAX_POINTS
+from coterie.engines.messages import MAX_POINTS
 from coterie.errors import KnobError
 from coterie.gradients.gradients import Gradients, gave_nothing
-from coterie.methods.clients import Clients, Pull, losses_held_out
+from coterie.gradients.parameters import is_finite
+from coterie.methods.clients import Clients, Pull
 from coterie.methods.rounds import Method
 from coterie.recording.costs import Costs, Traffic
 from coterie.users.user import User
@@ -54,11 +54,11 @@ class ClientsElsewhere(Clients):
     here: ClassVar[bool] = False
 
     def __init__(self, engine: Engine, me: User, costs: Costs, own: InProcess) -> None:
-        self.asked, self.me, self.costs = engine, me, costs
+        self.asked, self.me, self.costs, self.own = engine, me, costs, own
         self.peers = require(engine, "local_work", "a method")
         self.names = (me.name, *engine.names)
         self.left_out, self.own_losses = {}, []
-        self._users, self.own = {me.name: me}, own
+        self._users = {me.name: me}
 
     @cached_property
     def engine(self) -> NoReturn:
@@ -69,41 +69,34 @@ class ClientsElsewhere(Clients):
         )
 
     @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return self.own.seed
-
-    @property
     def sizes(self) -> Tensor:  # type: ignore[override]  # peers tell theirs when they answer
         """How many examples each user has.
 
         As many as the mean of the others where it is not known.
         """
         known = self.asked.capabilities.examples
-        sizes = [
-            float(known[name] or math.nan) if name in known else math.nan for name in self.names
-        ]
-        counts = torch.tensor(sizes, dtype=torch.float64)
+        counts = torch.tensor(
+            [float(known.get(name) or math.nan) for name in self.names], dtype=torch.float64
+        )
         counts = counts.nan_to_num(nan=float(counts.nanmean()))
         return counts.to(self.own.parameters.device, self.own.parameters.dtype)
+
+    def blocks(self, name: str, count: int) -> list[Tensor]:
+        """Return blocks of user 0's examples; those of a peer are refused."""
+        return super().blocks(name, count) if name == self.me.name else self.engine
 
     def gradients(self, points: Tensor, step: int) -> Tensor:
         """Return each user's gradient at its point, in one exchange; one row asks user 0 alone."""
         own = self._own(points[0], step)
-        rows = self._answers(points, step, None) if len(points) > 1 else points[1:]
-        return torch.cat([own[None], rows])
+        return torch.cat([own[None], self._answers(points, step)])
 
     def full_gradients(self, points: Tensor) -> Tensor:
         """Return each user's gradient at its point over all its examples.
 
         One row asks user 0 alone.
         """
-        whole = self.blocks(self.me.name, 1)[0]
-        own, loss = self.own.on(self.me.name, points[0], whole, 0)
-        self.costs.compute(self.names[:1], len(whole))
-        self.own_losses.append(float(loss))
-        rows = self._answers(points, 0, None, batch_size=ALL) if len(points) > 1 else points[1:]
-        return torch.cat([own[None], rows])
+        own = super().full_gradients(points[:1])
+        return torch.cat([own, self._answers(points, 0, batch_size=ALL)])
 
     def local_steps(
         self,
@@ -123,15 +116,10 @@ class ClientsElsewhere(Clients):
             drawn = (-pull.strength * pull.centre).expand_as(points)
             add = drawn if add is None else add + drawn
         work = LocalWork(count, lr, add, 0.0 if pull is None else pull.strength)
-        peers = self._answers(points, step, work) if len(points) > 1 else points[1:]
-        x = points[0]
+        peers, x = self._answers(points, step, work), points[0]
         for k in range(count):
             x = x - lr * work.direction(self._own(x, step + k), x)
         return torch.cat([x[None], points[1:] - lr * peers])
-
-    def held_out_losses(self, points: Tensor) -> Tensor:
-        """Return user 0's mean validation loss at each of these points."""
-        return losses_held_out(self.own, self.me, points)
 
     def _own(self, x: Tensor, step: int) -> Tensor:
         """Return user 0's gradient, and note its loss."""
@@ -141,62 +129,41 @@ class ClientsElsewhere(Clients):
         return g.own
 
     def _answers(
-        self, points: Tensor, step: int, work: LocalWork | None, batch_size: int | None = None
-    ) -> Tensor:
-        """Return what the peers that take part give at their rows of `points`.
-
-        Zeros where one gives nothing.
-        """
-        here = (
-            range(len(self.names))
-            if self.present is None
-            else self.present.nonzero().flatten().tolist()
-        )
-        before, self.left_out = self.left_out, {}
-        rows = self._given(points, step, work, batch_size, list(here)[1:])
-        silent, self.left_out = gave_nothing(self.left_out), before | self.left_out
-        gave = [name for name in self._asked()[1:] if name not in silent]
-        self.costs.compute(gave, times=1 if work is None else work.count)
-        return rows
-
-    def _given(
         self,
         points: Tensor,
         step: int,
-        work: LocalWork | None,
-        batch_size: int | None,
-        asked: list[int],
+        work: LocalWork | None = None,
+        batch_size: int | None = None,
     ) -> Tensor:
-        """Ask the peers at these places among all users, and return a row for each peer."""
+        """Return what the peers that take part give at their rows of `points`, a row for each peer.
+
+        Zeros where one gives nothing; no rows where user 0 alone has a point.
+        """
         answered = torch.zeros_like(points[1:])
-        alike = bool((points[1:] == points[1]).all()) and (work is None or work.add is None)
-        groups = (
-            [asked]
-            if alike
-            else [asked[k : k + MAX_POINTS] for k in range(0, len(asked), MAX_POINTS)]
-        )
-        for group in filter(None, groups):
+        left_out: dict[str, str] = {}
+        asked = self._places()[1:] if len(points) > 1 else []
+        # what is the same for all is one point, at which all are asked at once
+        alike = bool((points[1:] == points[1:2]).all()) and (work is None or work.add is None)
+        most = len(self.names) if alike else MAX_POINTS
+        for group in (asked[k : k + most] for k in range(0, len(asked), most)):
             places = group[:1] if alike else group
+            point_of = {user: 0 if alike else place for place, user in enumerate(group)}
             weights = torch.full((len(places), len(self.names) - 1), math.nan, dtype=torch.float64)
-            for place, user in enumerate(group):
-                weights[0 if alike else place, user - 1] = 1.0 / len(group)
+            for user, place in point_of.items():
+                weights[place, user - 1] = 1.0 / len(group)
             part = None if work is None else work.at(places)
-            question = Question(
-                points[places], step, weights, rows=True, work=part, batch_size=batch_size
-            )
-            answers = self.peers.ask(question)()
-            self.left_out |= answers.left_out
-            for place, user in enumerate(group):
-                answered[user - 1] = _row(
-                    answers, 0 if alike else place, user - 1, answered[user - 1]
-                )
+            answers = self.peers.ask(
+                Question(points[places], step, weights, rows=True, work=part, batch_size=batch_size)
+            )()
+            left_out |= answers.left_out
+            for user, place in point_of.items():
+                if answers.rows is not None and is_finite(row := answers.rows[place, user - 1]):
+                    answered[user - 1] = row
+        self.left_out |= left_out
+        silent = gave_nothing(left_out)
+        gave = [self.names[user] for user in asked if self.names[user] not in silent]
+        self.costs.compute(gave, times=1 if work is None else work.count)
         return answered
-
-
-def _row(answers: Answers, place: int, peer: int, otherwise: Tensor) -> Tensor:
-    """Return a peer's answer where it can be used."""
-    row = None if answers.rows is None else answers.rows[place, peer]
-    return otherwise if row is None or not bool(row.isfinite().all()) else row
 
 
 def gradients_asked(
@@ -221,42 +188,17 @@ def gradients_asked(
         nn.init.zeros_(parameter)
     own = InProcess(model, nn.functional.mse_loss, user, batch_size=1, seed=seed)
     costs = Costs(dict.fromkeys([me, *peers], 1))
-    users = _Rehearsed(_Formula(me, peers), user, costs, own)
+    users = ClientsElsewhere(_Formula(me, peers), user, costs, own)
     state = method.init(users, torch.ones(own.parameters.size))
     for _ in range(rounds):
         state = method.round(users, state, lr=0.1)
     return {name: costs.by_user()[name].gradients for name in peers}
 
 
-class _Rehearsed(ClientsElsewhere):
-    """Users whose peers answer at once, all in one formula, and are counted as those who are asked.
-
-    Peer k's loss is ½‖x − k‖². What local steps follow is what the first would: who is asked what
-    does not depend on it.
-    """
-
-    def _given(
-        self,
-        points: Tensor,
-        step: int,
-        work: LocalWork | None,
-        batch_size: int | None,
-        asked: list[int],
-    ) -> Tensor:
-        """Return what the peers at these places give, and zeros for the others."""
-        answered, places = torch.zeros_like(points), torch.tensor(asked)
-        answered[places] = points[places] - places[:, None]
-        return answered[1:].nan_to_num_(0.0, 0.0, 0.0)
-
-    def held_out_losses(self, points: Tensor) -> Tensor:
-        """Return user 0's losses by its formula."""
-        return points.square().sum(1) / 2
-
-
 class _Formula:
-    """The engine of a rehearsal.
+    """The engine of a rehearsal, whose users' losses are ½‖x − k‖² for user k.
 
-    It gives user 0's gradient, of the loss ½‖x‖², and nobody else's.
+    Of local work it gives what the first step follows: who is asked what does not depend on it.
     """
 
     def __init__(self, me: str, peers: Sequence[str]) -> None:
@@ -269,9 +211,11 @@ class _Formula:
         """Return user 0's gradient; nobody else's is asked for in this way."""
         return Gradients(own=x, own_loss=float(x.square().sum()) / 2)
 
-    def ask(self, question: Question) -> NoReturn:
-        """Refuse: in a rehearsal the peers' answers are not asked for one by one."""
-        raise NotImplementedError
+    def ask(self, question: Question) -> Callable[[], Answers]:
+        """Return what the peers give, each at every point."""
+        users = torch.arange(1, len(self.names) + 1)[:, None]
+        rows = (question.points[:, None] - users).nan_to_num_(0.0, 0.0, 0.0)
+        return lambda: Answers(None, torch.ones(len(rows)), {}, rows)
 
     def describe(self) -> dict[str, Any]:
         """Return nothing: there is no record."""

@@ -5,7 +5,7 @@ Its own posterior under each prior, or the gradient of its loss there. User 0 ne
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from coterie.mixture.families import FAMILIES, Array, Family
 from coterie.mixture.posterior import (
+    MODELS,
     Priors,
     Rows,
     back_to_parameters,
@@ -37,6 +38,8 @@ MAX_PRIORS = 32
 """Under how many priors a peer answers at once."""
 STACKED = 2**20
 """How many numbers a stack of users' rows holds at most, if it is not one user's."""
+MANY_USERS = 32
+"""From so many users in a stack on, those who count under one prior answer by themselves."""
 FEW_ROWS = 16
 """Users of so few rows share a stack, however many each has."""
 TOLD = {"gradient": 1, "curvature": 1, "posterior": 2}
@@ -181,6 +184,14 @@ class EStep:
     ) -> Array:
         """Return what each of several peers tells, (S, P, size); see `answer`."""
         family, priors = FAMILIES[self.family], self.priors
+        most = max(1, MODELS // priors.mean.size)
+        if not family.is_squared and most < len(users.counts):
+            parts = [slice(k, k + most) for k in range(0, len(users.counts), most)]
+            few = [None if sizes is None else sizes[part] for part in parts]
+            each = [
+                self.answers(users.some(part), n, norm) for part, n in zip(parts, few, strict=True)
+            ]
+            return np.concatenate(each)
         told = _told(users, family, priors, set(self.told.split()))
         if norm is not None and norm < np.inf and "gradient" in told:
             length = np.sqrt(np.square(told["gradient"]).sum((2, 3), keepdims=True))
@@ -190,6 +201,24 @@ class EStep:
         kept = np.where(self._of_share, np.inf if norm == np.inf else 1.0, 1.0)
         numbers = np.clip(numbers, -kept, kept)
         numbers[..., self._of_share] *= share[:, None, None]
+        return numbers
+
+    def answers_that_count(self, users: "StackedUsers", counting: Array | None) -> Array:
+        """Return what users tell, (S, P, size), but zeros of who counts under the first prior alone.
+
+        That prior listens to everybody, the others to few. `counting`, (S, P), says who counts
+        where; everybody everywhere when None.
+        """
+        if counting is None or "gradient" in self.told or len(counting) < MANY_USERS:
+            return self.answers(users)
+        few = np.asarray(counting[:, 1:].any(1))
+        if few.all():
+            return self.answers(users)
+        first = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in self.priors))
+        numbers = np.zeros((len(few), *self.shape))
+        numbers[~few, :1] = replace(self, priors=first).answers(users.some(~few))
+        if few.any():
+            numbers[few] = self.answers(users.some(few))
         return numbers
 
     def read(self, numbers: Array) -> Sums:
@@ -273,6 +302,11 @@ class StackedUsers(NamedTuple):
         for stack, each in zip(stacks, zip(*users, strict=True), strict=True):
             stack[there] = np.concatenate(each)
         return cls(Rows(*stacks), there.astype(np.float64), counts)
+
+    def some(self, which: slice | Array) -> "StackedUsers":
+        """Return some of the users."""
+        rows = Rows(self.rows.inputs[which], self.rows.targets[which])
+        return StackedUsers(rows, self.there[which], self.counts[which])
 
     @classmethod
     def by_size(cls, users: Sequence[Rows]) -> list[tuple[Array, "StackedUsers"]]:

@@ -20,6 +20,8 @@ INTERCEPT = 10.0
 FOLDS = 4
 JUDGING = 10_000
 """Of more own rows so many judge."""
+REFITTED_ON = 1_000
+"""Of more own rows at most so many say by how much the models of folds differ."""
 AT_ONCE = 4096
 """How many rows are summed up at a time."""
 ALONE_KINDS = ("constant", "alone", "alone, closed form", "forest, alone")
@@ -48,6 +50,8 @@ class Candidates:
         predictors: in their place, J predictors that were fitted to all own rows.
         held_out: outputs of these for the validation rows, (m, J, K); not needed where there are
             none.
+        by_fold: outputs for the own rows of `some_of` by the models without each fold, (F, m, J,
+            K): they say how much a model depends on its rows. None where that is not known.
         alone: whether no peer was asked; these candidates have one half of the prior.
 
     Example:
@@ -61,6 +65,7 @@ class Candidates:
     parameters: Array | None = None
     predictors: Sequence[Predictor] = ()
     held_out: Array | None = None
+    by_fold: Array | None = None
     alone: bool = False
     behind: Callable[[Array], nn.Module] | None = None
 
@@ -74,6 +79,29 @@ class Candidates:
         if self.parameters is None:
             return self
         return replace(self, held_out=outputs_of(inputs, self.parameters))
+
+    def monotone(self, signs: Sequence[int]) -> "Candidates":
+        """Return those whose outputs never fall in a column of sign 1, nor rise in one of -1.
+
+        Of two classes the second's probability. Candidates that are not linear see to it themselves.
+
+        Example:
+            >>> slopes = Candidates("slopes", np.zeros((4, 2, 1)), parameters=np.array([[[2.0], [-1.0]]]))
+            >>> slopes.monotone([1]).parameters.ravel().tolist(), slopes.monotone([0]).many
+            ([2.0], 2)
+        """
+        if self.parameters is None or not any(signs):
+            return self
+        slopes = self.parameters[: len(signs)]
+        slopes = np.diff(slopes, axis=2) if slopes.shape[2] == 2 else slopes
+        fine = (np.asarray(signs)[:, None, None] * slopes >= 0).all((0, 2))
+        return replace(
+            self,
+            outputs=self.outputs[:, fine],
+            parameters=self.parameters[:, fine],
+            held_out=None if self.held_out is None else self.held_out[:, fine],
+            by_fold=None if self.by_fold is None else self.by_fold[:, :, fine],
+        )
 
     @property
     def is_linear(self) -> bool:
@@ -149,6 +177,11 @@ def sample_of(n: int, seed: int = 0, most: int | None = None) -> Array:
     if n <= most:
         return np.arange(n)
     return np.sort(np.random.default_rng(seed).permutation(n)[:most])
+
+
+def some_of(n: int) -> slice:
+    """Return which of n own rows say how much models of folds differ: at most `REFITTED_ON`."""
+    return slice(None, None, max(1, -(-n // REFITTED_ON)))
 
 
 def _seen(folds: Array) -> Array:
@@ -242,10 +275,18 @@ def judged(
 ) -> Candidates:
     """Return J candidates from models of all own rows and without each fold, (D, V, J, K)."""
     blind = np.empty((len(own.folds), *found.shape[2:]))
+    some = own.judging.inputs[some_of(len(own.folds))]
     for fold in range(found.shape[1] - 1):
         which = own.folds == fold
         blind[which] = outputs_of(own.judging.inputs[which], found[:, fold + 1])
-    return Candidates(kind, scaling.outputs(blind), scaling.back(found[:, 0]), alone=alone)
+    by_fold = np.array([outputs_of(some, each) for each in np.moveaxis(found[:, 1:], 1, 0)])
+    return Candidates(
+        kind,
+        scaling.outputs(blind),
+        scaling.back(found[:, 0]),
+        by_fold=scaling.outputs(by_fold),
+        alone=alone,
+    )
 
 
 def constant(own: OwnRows, scaling: Scaling) -> Candidates:
@@ -259,8 +300,15 @@ def constant(own: OwnRows, scaling: Scaling) -> Candidates:
         parameters[-1, 0] = outputs[0]
     else:
         outputs = np.zeros_like(outputs)
-    blind = outputs[own.folds + 1][:, None]
-    return Candidates("constant", scaling.outputs(blind), scaling.back(parameters), alone=True)
+    outputs = scaling.outputs(outputs)
+    by_fold = np.repeat(outputs[1:, None, None], len(own.folds[some_of(len(own.folds))]), 1)
+    return Candidates(
+        "constant",
+        outputs[own.folds + 1][:, None],
+        scaling.back(parameters),
+        by_fold=by_fold,
+        alone=True,
+    )
 
 
 def guesses(family: Family, targets: Array, folds: Array) -> Array:

@@ -9,13 +9,15 @@ import numpy as np
 from coterie.mixture.answers import EStep, StackedUsers
 from coterie.mixture.candidates import Candidates, OwnRows, constant, flat_prior, judged, paths
 from coterie.mixture.families import Array, Family
-from coterie.mixture.mixing import MixtureEntry, mix
+from coterie.mixture.mixing import MixtureEntry, mix, weights_of
 from coterie.mixture.posterior import Priors, Rows
 from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import ManyRows, Scaling
 
 COMMON = 1e-3
 """The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
+SURE = 0.95
+"""A constant is served if, of it and the mixture, own rows give it more than this probability."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +29,28 @@ class Fitted:
     entries: Mapping[str, MixtureEntry]  # of each kind of candidates
     tau: Array  # (N,): whom the prior of all own rows listens to
     folds: int
-    # the mixture is clearly worse than a constant on the own rows: that is served
+    # own rows speak for a constant against the mixture: that is served
     is_constant: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        mixture: MixtureEntry,
+        alone: MixtureEntry,
+        entries: Mapping[str, MixtureEntry],
+        tau: Array,
+        *,
+        folds: int,
+        family: Family,
+    ) -> "Fitted":
+        """Return what is served: the mixture, or the constant where own rows speak for that."""
+        guess, is_constant = entries.get("constant", mixture), False
+        if guess is not mixture:
+            losses, even = np.stack([mixture.losses, guess.losses]).sum(1), np.full(2, 0.5)
+            count = len(mixture.losses)
+            is_constant = weights_of(losses, count, 1, even, family, temperature=1)[1] > SURE
+        served = guess if is_constant else mixture
+        return cls(served, alone, entries, tau, folds, is_constant=bool(is_constant))
 
 
 T = TypeVar("T")
@@ -48,6 +70,7 @@ def fit(
     others: Others | None = None,
     single: bool = False,
     linear: bool = True,
+    signs: Sequence[int] = (),
 ) -> Fitting:
     """Fit user 0's model.
 
@@ -66,6 +89,8 @@ def fit(
             none, and is not among the rows that candidates have outputs for.
         single: serve the best candidate in the place of the mixture.
         linear: whether there are linear candidates; beside the constant, which there always is.
+        signs: of each column; candidates that do not have them are left out, see
+            `Candidates.monotone`.
     """
     held_out = None if held_out is None else held_out.finite()
     rows = rows.finite() if isinstance(rows, Rows) else rows
@@ -79,21 +104,13 @@ def fit(
         inputs, validated = scaling.unscaled(held_out)
         candidates = [one.on(inputs) for one in candidates]
     candidates += others(own.folds) if others else ()
+    candidates = [one for each in candidates if (one := each.monotone(signs)).many]
     targets = scaling.outputs(own.judging.targets)
     served, by_alone, entries = mix(
         family, targets, own.folds, candidates, held_out=validated, single=single
     )
-    guess = entries["constant"]
-    is_constant = bool(served.losses.mean() > guess.losses.mean())
     tau = np.zeros(0) if found is None else found.tau[0]
-    return Fitted(
-        guess if is_constant else served,
-        by_alone,
-        entries,
-        tau,
-        own.seen.shape[1] - 1,
-        is_constant=is_constant,
-    )
+    return Fitted.of(served, by_alone, entries, tau, folds=own.seen.shape[1] - 1, family=family)
 
 
 Linear = Generator[PriorQuestion, PriorAnswer, tuple[Found | None, list[Candidates]]]

@@ -1,14 +1,14 @@
 """One mixture of all candidates, in the place of choices: w ∝ π exp(−Σ loss/T)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import softmax, stdtrit
 from torch import nn
 
-from coterie.mixture.candidates import Candidates
+from coterie.mixture.candidates import Candidates, some_of
 from coterie.mixture.families import Array, Family
 from coterie.mixture.served import MixedPredictions, Predictor, linear_model, mixed_outputs
 
@@ -18,7 +18,13 @@ TEMPERATURE = 2.0
 Losses of folds depend on each other: at 1 few rows are believed too much.
 """
 OVERLAP = 4.0
-"""How much the overlap of the folds' own rows adds to the variance of a mean over them."""
+"""How much the overlap of the folds' own rows adds to the variance of a mean over them, where no more is known."""
+REFITTED = 5.0
+"""How much of what the folds' models differ by (the jackknife's variance) is added where it is known.
+
+Both they and the model of all rows vary, and most of the rows that say by how much were fitted to.
+Found on other draws than those that docs/mixture.md reports.
+"""
 LEAST = 0.01
 """A model that is not linear is served from this share of the weight on, or from half of the largest's."""
 
@@ -28,6 +34,9 @@ class Mixed(NamedTuple):
 
     weights: Array  # (J,)
     outputs: Array  # (n, K): for every row by candidates, and weights, that did not see its fold
+    of_folds: Sequence[
+        Array
+    ]  # F of (m, K): for some rows by the mixture without each fold; or none
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +49,14 @@ class MixtureEntry:
     # (D, K): of its linear candidates, mixed, the intercept last; empty where there are none
     parameters: Array
     others: tuple[tuple[float, Predictor], ...] = ()  # its other candidates, with their share of it
+    # (F,): the mean loss of own rows under the mixture without each fold; empty if unknown
+    of_folds: Array = field(default_factory=lambda: np.zeros(0))
+
+    def less(self, other: "MixtureEntry", folds: int) -> "MeanDifference":
+        """Return what may be told of the difference in loss to another line."""
+        known = len(self.of_folds) and len(other.of_folds)
+        moved = self.of_folds - other.of_folds if known else None
+        return mean_difference(self.losses - other.losses, folds, moved)
 
     def model(self, family: Family, *, intercept: bool) -> nn.Module:
         """Return what is served: a linear model, or `MixedPredictions`."""
@@ -121,6 +138,8 @@ def mix(
         part: np.concatenate([np.asarray(block.parameters) for block in blocks], 1)
         for part, blocks in layers.items()
     }
+    known = [block.by_fold for block in candidates if block.by_fold is not None]
+    refitted = np.concatenate(known, 2) if len(known) == len(candidates) else None
     prior = halves(alone)
     further, more = np.zeros(len(kinds)), 0 if held_out is None else len(held_out)
     if held_out is not None and more:
@@ -133,11 +152,13 @@ def mix(
         return mixed(
             *(family, outputs[:, which], targets, folds, prior[which]),
             further=(further[which], more),
+            by_fold=None if refitted is None else refitted[:, :, which],
             parts=parts[which],
             single=single,
             temperature=temperature,
         )
 
+    aims = targets[some_of(len(targets))]
     whole = found(np.ones(len(kinds), dtype=bool))
 
     def entry(which: Array) -> MixtureEntry:
@@ -165,6 +186,7 @@ def mix(
             family.reported_losses(one.outputs, targets),
             mean,
             tuple(others),
+            np.array([family.reported_losses(each, aims).mean() for each in one.of_folds]),
         )
 
     entries = {kind: entry(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
@@ -179,28 +201,52 @@ class MeanDifference(NamedTuple):
     high: float
 
 
-def mean_difference(changes: Array, folds: int) -> MeanDifference:
+def mean_difference(changes: Array, folds: int, moved: Array | None = None) -> MeanDifference:
     """Return what may be told of a difference, from that of each own row by models blind to it.
 
-    Student's t. The error allows for folds whose models are made of nearly the same rows (after
-    Nadeau and Bengio): it is that of the rows times √(1 + 4/(folds − 1)).
+    Student's t, after Hall's transformation for skewness: few rows have most of the loss. The
+    variance is that of a mean over rows, and what the models of folds differ by: the jackknife's,
+    `REFITTED` times. Where that is not known the first stands for it too, see `error_of`.
 
     Args:
         changes: of each row, (n,).
         folds: how many.
+        moved: the mean difference over own rows by the models without each fold, (folds,).
 
     Example:
-        >>> said = mean_difference(np.array([-0.5, -0.2, -0.1, -0.1, 0.0, 0.1, -0.2, -0.3]), 4)
-        >>> [round(number, 2) for number in said]
-        [-0.16, -0.4, 0.07]
+        >>> changes = np.array([-0.5, -0.2, -0.1, -0.1, 0.0, 0.1, -0.2, -0.3])
+        >>> [round(number, 2) for number in mean_difference(changes, 4, np.full(4, -0.2))]
+        [-0.16, -0.35, -0.03]
+        >>> [round(number, 2) for number in mean_difference(changes, 4)]
+        [-0.16, -0.41, 0.06]
     """
-    mean, error = float(changes.mean()) if len(changes) else 0.0, error_of(changes, folds)
-    reach = float(stdtrit(len(changes) - 1, 0.975)) * error if error else 0.0
-    return MeanDifference(mean, mean - reach, mean + reach)
+    n, mean = len(changes), float(changes.mean()) if len(changes) else 0.0
+    error = error_of(changes, folds)
+    if moved is not None and n > 1:
+        of_folds = (folds - 1) / folds * float(np.square(moved - moved.mean()).sum())
+        error = float(np.sqrt(changes.var(ddof=1) / n + REFITTED * of_folds))
+    if not error:
+        return MeanDifference(mean, mean, mean)
+    cubes = n / max(1, (n - 1) * (n - 2)) * float(np.power(changes - mean, 3).sum())
+    skewness, t = cubes / n**2 / error**3, float(stdtrit(n - 1, 0.975))
+    return MeanDifference(
+        mean, mean - error * _skewed(t, skewness), mean - error * _skewed(-t, skewness)
+    )
+
+
+def _skewed(t: float, skewness: float) -> float:
+    """Return the quantile of a mean over its error, from that of Student's t (Hall, 1992)."""
+    if abs(skewness) < 1e-6:
+        return t
+    return 3 / skewness * (float(np.cbrt(1 + skewness * (t - skewness / 6))) - 1)
 
 
 def error_of(changes: Array, folds: int) -> float:
-    """Return the standard error of a mean over rows, by models blind to its fold; see `mean_difference`."""
+    """Return the standard error of a mean over rows, by models blind to its fold.
+
+    It allows for folds whose models are made of nearly the same rows (after Nadeau and Bengio): it
+    is that of the rows times √(1 + 4/(folds − 1)).
+    """
     n = len(changes)
     spread = float(changes.std(ddof=1)) if n > 1 else 0.0
     return spread * float(np.sqrt(1 / n + OVERLAP / (n * max(1, folds - 1)))) if spread else 0.0
@@ -214,6 +260,7 @@ def mixed(
     prior: Array,
     *,
     further: tuple[Array, int] | None = None,
+    by_fold: Array | None = None,
     parts: Array | None = None,
     single: bool = False,
     temperature: float = TEMPERATURE,
@@ -227,6 +274,7 @@ def mixed(
         folds: of each row, (n,).
         prior: π, (J,).
         further: sums of losses on rows that no candidate saw, (J,), and how many rows.
+        by_fold: outputs for some rows by the models without each fold, (F, m, J, K).
         parts: the model that each candidate needs, (J,); 0 where it is linear, and mixed by its
             parameters, and below 0 where it is so behind other layers.
         single: give all weight to one candidate, the most probable.
@@ -253,19 +301,30 @@ def mixed(
         return without_small(weights, which)
 
     weights = weights_by(np.ones(len(folds), dtype=bool))
-    without = np.array([weights_by(folds != q) for q in range(n_folds)])[folds]
-    finite = np.nan_to_num(outputs)
-    if not which.any():
-        return Mixed(weights, np.einsum("nj,njk->nk", without, finite))
-    columns, shares = [finite[:, which > 0]], [without[:, which > 0]]
-    for part in np.unique(which[which <= 0]):
-        each = without[:, which == part]
+    without = np.array([weights_by(folds != q) for q in range(n_folds)])
+    blind = _mixed_rows(family, np.nan_to_num(outputs), without[folds], which)
+    of_folds = [
+        _mixed_rows(family, each, np.repeat(one[None], len(each), 0), which)
+        for each, one in zip(
+            () if by_fold is None else np.nan_to_num(by_fold), without, strict=False
+        )
+    ]
+    return Mixed(weights, blind, of_folds)
+
+
+def _mixed_rows(family: Family, outputs: Array, weights: Array, parts: Array) -> Array:
+    """Return the outputs of the mixture, (n, K), from those of candidates, (n, J, K), and weights (n, J)."""
+    if not parts.any():
+        linear: Array = np.einsum("nj,njk->nk", weights, outputs)
+        return linear
+    columns, shares = [outputs[:, parts > 0]], [weights[:, parts > 0]]
+    for part in np.unique(parts[parts <= 0]):
+        each = weights[:, parts == part]
         share = each.sum(1)
-        mean = np.einsum("nj,njk->nk", each, finite[:, which == part])
+        mean = np.einsum("nj,njk->nk", each, outputs[:, parts == part])
         columns.append((mean / np.where(share > 0, share, 1)[:, None])[:, None])
         shares.append(share[:, None])
-    every = np.concatenate(columns, 1)
-    return Mixed(weights, mixed_outputs(family.name, every, np.concatenate(shares, 1)))
+    return mixed_outputs(family.name, np.concatenate(columns, 1), np.concatenate(shares, 1))
 
 
 def without_small(weights: Array, parts: Array) -> Array:

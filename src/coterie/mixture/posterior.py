@@ -24,6 +24,8 @@ NEAR = 0.01
 """With more than `MANY_ROWS` rows: about how near the mode is found, in standard deviations of the posterior."""
 AT_ONCE = 2**20
 """How many outputs of all models are worked at together; of one user's with more, rows are taken in turn."""
+MODELS = 2**17
+"""How many numbers the models have that are sought together: L-BFGS holds them some thirty times."""
 
 
 Pair: TypeAlias = tuple[Array, Array, Array]
@@ -128,7 +130,17 @@ def most_probable(
     weights = np.broadcast_to(weights, (n, len(priors.noise)))
     if family.is_squared:
         return _solve(rows, priors, weights)[0]
-    return _minimise(rows, family, priors, weights, tolerance=tolerance, iterations=iterations)
+    settings: dict[str, Any] = {"tolerance": tolerance, "iterations": iterations}
+    d, b, k = priors.mean.shape
+    most = b if rows.inputs.ndim > 2 else max(1, MODELS // (d * k))
+    if most >= b:
+        return _minimise(rows, family, priors, weights, **settings)
+    found = np.empty((d, b, k))
+    for begin in range(0, b, most):  # what is found for one model depends on no other
+        some = slice(begin, begin + most)
+        few = Priors(priors.mean[:, some], priors.variance[:, some], priors.noise[some])
+        found[:, some] = _minimise(rows, family, few, weights[:, some], **settings)
+    return found
 
 
 def posterior(
@@ -261,20 +273,17 @@ def _start(rows: Rows, family: Family, mean: Array, root: Array, weights: Array)
     Diagonal where D is large.
     """
     turns, d = _in_turn(rows, mean.shape[1] * mean.shape[2]), rows.inputs.shape[-1]
-    if len(turns) > 1 and d > MOST_COLUMNS:
+    if d > MOST_COLUMNS:
         diagonal = np.zeros_like(mean)
         for some in turns:
-            curved = family.curvature(family.predict(outputs_of(rows.inputs[some], mean)))
-            squares = np.square(rows.inputs[some])
-            diagonal += back_to_parameters(squares, curved * weights[some][..., None])
+            inputs = rows.inputs[some]
+            curved = family.curvature(family.predict(outputs_of(inputs, mean)))
+            diagonal += back_to_parameters(np.square(inputs), curved * weights[some][..., None])
         return np.transpose(1 / (1 + diagonal * np.square(root)), (1, 2, 0))[:, :, None]
     hessian: Array | float = 0.0
     for some in turns:
         part = rows if len(turns) == 1 else rows.some(np.arange(len(weights))[some])
         weighed = _weighed(part, family, mean, root, weights[some])
-        if d > MOST_COLUMNS:
-            inverse: Array = 1 / (1 + np.square(weighed).sum(2, keepdims=True))
-            return inverse
         hessian = weighed.swapaxes(2, 3) @ weighed + hessian
     size = 1 + 1e-10 * np.einsum("...ii->...", hessian)  # else one that is huge has no inverse
     inverse = np.linalg.inv(hessian + size[..., None, None] * np.eye(d))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import KnobError, did_you_mean
-from coterie.paper.series import TRIALS, Line, Series
+from coterie.paper.lines import TRIALS, Line, Series
 from coterie.paper.studies import STUDIES, Study
 from coterie.reporting.page import Lead, Section, write_page
 from coterie.users.sampling import random_key

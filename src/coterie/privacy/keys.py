@@ -140,6 +140,19 @@ def check_installed() -> None:
         raise CoterieError(not_installed("cryptography", "privacy"))
 
 
+def key_stream(key: bytes) -> Any:
+    """Return what writes bytes that only who has the key can tell from random ones, by ChaCha20.
+
+    A key is used for one stream, which needs no nonce.
+    """
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+    except ImportError as error:
+        raise CoterieError(not_installed("cryptography", "privacy")) from error
+    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+
+
 def shared_secret(private: Any, offer: Offer) -> bytes:
     """Return what this site and the one that made the offer know, and nobody else."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.errors import CoterieError, not_installed
+from coterie.privacy.keys import key_stream
 
 CHUNK = 2**15
 """So many numbers are made at a time, as fit into a cache.
@@ -40,36 +40,41 @@ def uniforms(n: int) -> Tensor:
 def normals(n: int, device: torch.device | None = None) -> Iterator[Tensor]:
     """Yield n independent standard normal numbers in double precision, a chunk after the other.
 
-    They are made on the host by the system's randomness; for a GPU all at once. A chunk is
-    overwritten by the next.
+    They come of the system's randomness; a GPU is sent the stream and makes them all at once. A
+    chunk is overwritten by the next.
 
     Example:
         >>> [len(chunk) for chunk in normals(CHUNK + 3)]
         [32768, 3]
     """
-    key = os.urandom(32)
-    if device is None or device.type != "cuda":
-        return normals_of(key, n)
-    return iter([torch.cat([chunk.clone() for chunk in normals_of(key, n)]).to(device)])
+    return normals_of(os.urandom(32), n, device)
 
 
-def normals_of(key: bytes, n: int) -> Iterator[Tensor]:
+def normals_of(key: bytes, n: int, device: torch.device | None = None) -> Iterator[Tensor]:
     """Yield what `normals` does, from this key (Box and Muller 1958)."""
-    try:
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-    except ImportError as error:
-        raise CoterieError(not_installed("cryptography", "privacy")) from error
-    # a key that is used once needs no nonce
-    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-    zeros, words = bytes(8 * CHUNK), np.empty((2, CHUNK // 2), dtype="<u8")
-    for done in range(0, n, CHUNK):
-        stream.update_into(zeros, words.data.cast("B"))
+    if device is not None and device.type == "cuda":
+        words = np.stack([words.copy() for words in _stream(key, n)])
+        # a shift keeps the sign, which is a digit here
+        whole = (torch.from_numpy(words.view(np.int64)).to(device) >> 11) & (2**53 - 1)
+        radii, angles = whole.double().add_(1).mul_(2.0**-53).unbind(1)
+        radii, angles = radii.log().mul_(-2).sqrt_(), angles * (2 * math.pi)
+        yield torch.stack([angles.cos() * radii, angles.sin() * radii], 1).flatten()[:n]
+        return
+    for done, words in zip(range(0, n, CHUNK), _stream(key, n), strict=True):
         radii, angles = _fractions(words[:, : n - done])
         np.log(radii.numpy(), out=radii.numpy())  # NumPy's is three times as fast as torch's
         radii.mul_(-2).sqrt_()
         angles.mul_(2 * math.pi)
         yield torch.cat([angles.cos().mul_(radii), angles.sin().mul_(radii)])[: n - done]
+
+
+def _stream(key: bytes, n: int) -> Iterator["np.ndarray[Any, np.dtype[np.uint64]]"]:
+    """Yield ChaCha20's stream for n numbers, a chunk after the other, each in the place of the last."""
+    stream = key_stream(key)
+    zeros, words = bytes(8 * CHUNK), np.empty((2, CHUNK // 2), dtype="<u8")
+    for _ in range(0, n, CHUNK):
+        stream.update_into(zeros, words.data.cast("B"))
+        yield words
 
 
 def poisson_sample(n: int, rate: float) -> Tensor:

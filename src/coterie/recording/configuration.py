@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 import torch
 
-from coterie.arguments import COUNT, POSITIVE, SEED, Setting, optional
+from coterie.arguments import COUNT, MEMORY, POSITIVE, SEED, optional
 
 
 def describe(thing: Any) -> str:
@@ -42,40 +42,28 @@ class StepSettings:
 
     What stands here can be given to `coterie.train` and `coterie.train_everyone`, to `coterie
     train` and in a federation's settings, and the record has it.
+
+    Args:
+        steps: Steps to take; for a method, rounds.
+        lr: Step size. If left out: chosen (adaptive averaging), Adam's 0.01, for a method 0.1.
+        batch_size: Examples each user draws for a gradient; all of them where it has fewer.
+        seed: Seed of batches and dropout; on tables also of splits and initial weights.
+        exchange_every: Steps of user 0 for each exchange with the peers; in between it uses
+            their last answers. See docs/exchanges.md.
+        local_steps: Plain steps that every user takes, on a batch each, for one step of the
+            run; the sum of what they follow takes the place of the user's gradient.
+        memory: How much memory the run may take beside the model and the data, as "8GB".
+            Adaptive averaging tells what it gave up for it; what cannot be kept is refused. See
+            docs/scale.md.
     """
 
-    steps: Annotated[int, Setting("Steps to take; for a method, rounds.", COUNT)] = 1000
-    lr: Annotated[
-        float | None,
-        Setting(
-            "Step size. If left out: chosen (adaptive averaging), Adam's 0.01, for a method 0.1.",
-            optional(POSITIVE),
-        ),
-    ] = None
-    batch_size: Annotated[
-        int,
-        Setting("Examples each user draws for a gradient; all of them where it has fewer.", COUNT),
-    ] = 32
-    seed: Annotated[
-        int,
-        Setting("Seed of batches and dropout; on tables also of splits and initial weights.", SEED),
-    ] = 0
-    exchange_every: Annotated[
-        int,
-        Setting(
-            "Steps of user 0 for each exchange with the peers; in between it uses their last "
-            "answers. See docs/exchanges.md.",
-            COUNT,
-        ),
-    ] = 1
-    local_steps: Annotated[
-        int,
-        Setting(
-            "Plain steps that every user takes, on a batch each, for one step of the run; the sum "
-            "of what they follow takes the place of the user's gradient.",
-            COUNT,
-        ),
-    ] = 1
+    steps: Annotated[int, COUNT] = 1000
+    lr: Annotated[float | None, optional(POSITIVE)] = None
+    batch_size: Annotated[int, COUNT] = 32
+    seed: Annotated[int, SEED] = 0
+    exchange_every: Annotated[int, COUNT] = 1
+    local_steps: Annotated[int, COUNT] = 1
+    memory: Annotated[str | None, optional(MEMORY)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

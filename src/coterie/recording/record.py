@@ -12,8 +12,8 @@ import torch
 
 from coterie.errors import DataError, FileError, KnobError
 from coterie.recording import checkpoint
-from coterie.recording.chained_lines import ChainedLines
 from coterie.recording.configuration import Configuration
+from coterie.recording.files import ChainedLines
 from coterie.recording.result import CURVES, End, Point
 
 REMEDY = "put a whole copy of it back, or train again in another folder"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.recording.record import Record
-from coterie.reporting.charts import Points, interval_chart, line_chart
-from coterie.reporting.page import Lead, Section, write_page
+from coterie.reporting.page import Lead, Points, Section, interval_chart, line_chart, write_page
 from coterie.reporting.run_page import interval
 from coterie.reporting.summary import length_of
 from coterie.reporting.verdict import HEADLINES, verdict

@@ -32,7 +32,7 @@ def gain_factor(mark: tuple[float, float] | None = None) -> Figure:
     A point (Lσ_0²/(μTζ²), N) may be marked, with its speedup.
     """
     title = "Speedup of weighted averaging over training alone"
-    figure, axes = _new_figure(
+    figure, axes = new_figure(
         4.2, title, "noise against accumulated bias,  Lσ₀² / (μTζ²)", "number of peers  N"
     )
     ratio, n_peers = np.geomspace(1e-3, 1e5, 161), np.geomspace(1, 1e4, 121)
@@ -83,7 +83,7 @@ def differences(
     methods = list(dict.fromkeys(method for of_set in values.values() for method in of_set))
     height = len(values) * (len(methods) + 1.5)
     xlabel = f"difference to Alone, {unit}, ± 2 standard errors"
-    figure, axes = _new_figure(1.3 + 0.13 * height, title, xlabel, "", width=7.6)
+    figure, axes = new_figure(1.3 + 0.13 * height, title, xlabel, "", width=7.6)
     axes.axvline(0, color="#444444", linewidth=0.8)
     for i, method in enumerate(methods):
         drawn = [(row, one[method]) for row, one in enumerate(values.values()) if method in one]
@@ -115,7 +115,7 @@ def curves(record: Record, quantities: Sequence[str] = ()) -> Figure:
                 f"the record has no {name!r}; it has {', '.join(known) or 'no point yet'}"
             )
     drawn = quantities or [name for name in known if name.endswith("loss")]
-    figure, axes = _new_figure(3.6, record.configuration.rule, record.configuration.counts, "")
+    figure, axes = new_figure(3.6, record.configuration.rule, record.configuration.counts, "")
     for i, name in enumerate(drawn):
         steps, values = record.curve(name)
         axes.plot(
@@ -155,9 +155,10 @@ def _power_of_ten(value: float, _: float | None = None) -> str:
     return "10" + f"{round(np.log10(value))}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _new_figure(
+def new_figure(
     height: float, title: str, xlabel: str, ylabel: str, width: float = 6.4
 ) -> tuple[Figure, Axes]:
+    """Return a figure of one pair of axes, with its words."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     label_axes(axes, title, xlabel, ylabel)

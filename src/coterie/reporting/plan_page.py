@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from coterie.reporting.charts import drawn
 from coterie.reporting.figures import gain_factor
-from coterie.reporting.page import Lead, Section, write_page
+from coterie.reporting.page import Lead, Section, drawn, write_page
 from coterie.reporting.phrases import SOMETHING, TITLES, note, numbers, sure_speedup, verdict
 from coterie.theory import Choice, Constants, plan
 from coterie.theory.plan import PAYS

@@ -11,8 +11,16 @@ from coterie.arguments import settings_of
 from coterie.recording.configuration import StepSettings
 from coterie.recording.record import Record
 from coterie.recording.result import Comparison, Difference, End
-from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
-from coterie.reporting.page import Lead, Section, Tile, write_page
+from coterie.reporting.page import (
+    Interval,
+    Lead,
+    Points,
+    Section,
+    Tile,
+    interval_chart,
+    line_chart,
+    write_page,
+)
 from coterie.reporting.phrases import cells, note, numbers, sure_speedup
 from coterie.reporting.summary import beside_alone, leaderboard, length_of, shown, summary
 from coterie.reporting.verdict import HEADLINES, Verdict, difference, verdict

@@ -7,8 +7,7 @@ from html import escape
 from coterie.mixture.contributions import Contribution
 from coterie.recording.configuration import Configuration, counted
 from coterie.recording.result import End
-from coterie.reporting.charts import Bar, Interval, bar_chart, interval_chart
-from coterie.reporting.page import Section
+from coterie.reporting.page import Bar, Interval, Section, bar_chart, interval_chart
 from coterie.reporting.verdict import asks_nobody, serves_alone, weight_of_peers
 
 SMALL = 0.001

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from coterie.registry import Computed, Registry
-from coterie.rules.alone import Alone
-from coterie.rules.bias_correction import BiasCorrection
-from coterie.rules.knobs import Knob
-from coterie.rules.oracle_correction import OracleCorrection
-from coterie.rules.rule import Capturable, FormulaRule, Rule, State, weights_in
+from coterie.rules.bias_correction import BiasCorrection, OracleCorrection
+from coterie.rules.rule import Capturable, FormulaRule, Knob, Rule, State, weights_in
 from coterie.rules.similarity import (
     CosineSimilarity,
     FirstOrder,
@@ -20,7 +17,7 @@ from coterie.rules.similarity import (
     WeightErosion,
 )
 from coterie.rules.streams import StreamAveraging
-from coterie.rules.weighted_averaging import WeightedAveraging
+from coterie.rules.weighted_averaging import Alone, WeightedAveraging
 
 __all__ = [
     "RULES",

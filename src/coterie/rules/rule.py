@@ -1,4 +1,4 @@
-"""What a rule is, and a base for rules of one's own.
+"""What a rule is, its knobs, and a base for rules of one's own.
 
 A rule is a frozen dataclass of knobs. Its state is passed and returned, so that a checkpoint can
 hold all of it.
@@ -6,16 +6,27 @@ hold all of it.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, cast, get_args, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.errors import KnobError
+from coterie.aggregators import Aggregator
+from coterie.arguments import real
+from coterie.errors import KnobError, did_you_mean
 from coterie.gradients.gradients import Gradients
-from coterie.rules.knobs import Knob, value_at, weights_over
+
+Knob: TypeAlias = float | Tensor | Callable[[int], float]
+"""A number, or a function of the step.
+
+In a captured step a number that the device reads from a tensor.
+"""
+
+Auto: TypeAlias = Literal["auto"]
+"""A knob that `coterie.train` sets before the first step, by the theory and constants it measures."""
 
 State: TypeAlias = dict[str, Any]
 """A rule's memory: tensors and numbers by name, so that a checkpoint can hold it.
@@ -58,7 +69,7 @@ class Rule(Protocol):
 class Capturable(Rule, Protocol):
     """A rule whose step is the same work on tensors every time, except for knobs that are known beforehand.
 
-    Such steps can be captured as a CUDA graph; see `coterie.training.captured`.
+    Such steps can be captured as a CUDA graph; see `coterie.learners.captured`.
     A non-finite gradient must make the direction non-finite.
     """
 
@@ -220,3 +231,92 @@ def rows_of(g: Gradients) -> Tensor:
             "this rule needs every peer's gradient and name: `Gradients(rows=…, names=…)`"
         )
     return g.rows
+
+
+def decided(name: str, knob: Knob | Auto) -> Knob:
+    """Return a knob that is not "auto" any more."""
+    if isinstance(knob, str):
+        raise KnobError(
+            f"`{name}` is {knob!r}, which `coterie.train` sets before the first step; in a loop of"
+            " your own use `coterie.choosing.chooser_for(rule).choose(spec, engine).rule`"
+        )
+    return knob
+
+
+def value_at(name: str, knob: Knob | Auto, step: int) -> float:
+    """Return a knob's value at a step."""
+    knob = decided(name, knob)
+    if isinstance(knob, Tensor):
+        # torch takes either, and a captured step must not wait for the number
+        return cast("float", knob)
+    if not callable(knob):
+        return float(knob)  # a number of NumPy would not do in a record or a checkpoint
+    value = float(knob(step))
+    check_knob(name, value, f" at step {step}")
+    return value
+
+
+def check_knob(name: str, knob: Knob | Auto, where: str = "", *, auto: bool = False) -> None:
+    """Check a knob in [0, 1], which may also be a function of the step, or "auto" where that is allowed."""
+    if (
+        callable(knob)
+        or isinstance(knob, Tensor)
+        or (auto and isinstance(knob, str) and knob == "auto")
+    ):
+        return
+    if (
+        not isinstance(knob, float | int | np.number)
+        or isinstance(knob, bool)
+        or not 0 <= knob <= 1
+    ):
+        raise KnobError(f"`{name}` must lie in [0, 1], got {knob!r}{where}")
+
+
+def check_tau(tau: Mapping[str, float] | None, aggregator: Aggregator | None = None) -> None:
+    """Check the weights of the peers, which an aggregator takes the place of."""
+    if aggregator is not None and not isinstance(aggregator, Aggregator):
+        raise KnobError(
+            "`aggregator` must be one such as `coterie.aggregators.TrimmedMean(1)`, got"
+            f" {aggregator!r}"
+        )
+    if tau is None:
+        return
+    if aggregator is not None:
+        raise KnobError(
+            "`tau` and `aggregator` were both given, but an aggregator takes all peers alike; leave"
+            " one out"
+        )
+    if not isinstance(tau, Mapping) or not tau:
+        raise KnobError(
+            f"`tau` must map each peer's name to its weight, got {tau!r}; None gives equal weights"
+        )
+    for name, weight in tau.items():
+        real("be finite and not negative", lambda weight: weight >= 0)(f"tau[{name!r}]", weight)
+    if abs(sum(tau.values()) - 1) > 1e-6:
+        raise KnobError(
+            f"`tau` must sum to 1, got {sum(tau.values()):.6g}; divide each weight by the sum"
+        )
+
+
+def weights_over(
+    tau: Mapping[str, float] | None, names: Sequence[str], aggregator: Aggregator | None = None
+) -> dict[str, float]:
+    """Return the weight of each peer that has one."""
+    if not names:
+        raise KnobError(
+            "no peers: pass at least one, or use `rule=coterie.Alone()` (`--rule alone`)"
+        )
+    if aggregator is not None and len(names) < aggregator.least:
+        raise KnobError(
+            f"`aggregator` {aggregator} needs {aggregator.least} peers, got {len(names)}; lower"
+            " `n_byzantine`"
+        )
+    if tau is None:
+        return {name: 1 / len(names) for name in names}
+    unknown = [name for name in tau if name not in names]
+    if unknown:
+        raise KnobError(
+            f"`tau` names an unknown peer {unknown[0]!r}; the peers are"
+            f" {', '.join(map(repr, names))}{did_you_mean(unknown[0], names)}"
+        )
+    return {name: float(tau[name]) for name in names if tau.get(name)}

@@ -1,4 +1,4 @@
-"""Weighted gradient averaging: Algorithm 2."""
+"""Weighted gradient averaging, Algorithm 2, and training alone, where the peers have no weight."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,45 @@ from typing import Self
 from torch import Tensor
 
 from coterie.aggregators import Aggregator
+from coterie.gradients.gradients import Gradients
 from coterie.rules.formula import combined
-from coterie.rules.knobs import Auto, Knob, check_knob, check_tau
-from coterie.rules.rule import FormulaRule, Knobs, State
+from coterie.rules.rule import (
+    Auto,
+    Capturable,
+    FormulaRule,
+    Knob,
+    Knobs,
+    State,
+    check_knob,
+    check_tau,
+)
 from coterie.users.user import User
+
+
+@dataclass(frozen=True)
+class Alone(Capturable):
+    """Follow the own gradient: d_t = g_0.
+
+    Example:
+        >>> import torch
+        >>> rule = Alone()
+        >>> rule(Gradients(own=torch.tensor([1.0])), rule.init(torch.zeros(1)))[0]
+        tensor([1.])
+    """
+
+    in_rows = True  # many runs follow it as rows of one matrix
+
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
+        """Ask nobody."""
+        return {}
+
+    def __call__(self, g: Gradients, state: State) -> tuple[Tensor, State]:
+        """Return g_0."""
+        return g.own, self.next_knobs(state)[1]
+
+    def next_knobs(self, state: State) -> tuple[dict[str, float], State]:
+        """Return no knobs: there are none."""
+        return {}, {"step": state["step"] + 1, "weight": 0.0}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The estimators: `fit` trains a model for every group, `predict` sends each row to its group's model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -46,6 +46,7 @@ class GroupEstimator(BaseEstimator):
         lr: float | None = None,
         batch_size: int = 32,
         validation: float | None = None,
+        monotonic_cst: Mapping[Column, int] | None = None,
         random_state: Any = 0,
     ) -> None:
         self.group = group
@@ -57,6 +58,7 @@ class GroupEstimator(BaseEstimator):
         self.lr = lr
         self.batch_size = batch_size
         self.validation = validation
+        self.monotonic_cst = monotonic_cst
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
@@ -122,12 +124,21 @@ class GroupEstimator(BaseEstimator):
                 '`module="trees"` takes no steps: leave out `rule`, `steps`, `lr` and'
                 " `sample_weight`"
             )
+        signs = {
+            name_of("monotonic_cst", column, X, rows): sign
+            for column, sign in (self.monotonic_cst or {}).items()
+        }
+        if signs and not closed:
+            raise KnobError(
+                "`monotonic_cst` is for models in closed form: leave out `rule`, `steps`, `lr`,"
+                " `sample_weight` and another `module` than trees"
+            )
         self.group_models_ = fit_groups(
             rows.assign(**{target: self._targets(y)}),
             group=group,
             target=target,
             kind=self._kind,
-            rule=Mixture(trees=trees) if closed else self.rule,
+            rule=Mixture(trees=trees, monotonic_cst=signs) if closed else self.rule,
             module="linear" if closed else self.module or "linear",
             me=None if self.me is None else str(self.me),
             categorical=categorical,
@@ -232,6 +243,8 @@ class CoterieClassifier(ClassifierMixin, GroupEstimator):
         batch_size: rows that each group draws for a gradient.
         validation: the share of each group's rows held out to choose its best model. When None:
             none for the default rules, which judge by folds, and else 0.2.
+        monotonic_cst: of columns of numbers, by name or position: 1 where the prediction never
+            falls in it, -1 where it never rises. Of two classes the last one's probability is meant.
         random_state: what splits, initial parameters and batches depend on.
 
     Attributes:

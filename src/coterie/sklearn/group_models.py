@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.choosing import Mixture
+from coterie.choosing.mixture import with_columns
 from coterie.data import Preparation
 from coterie.data.columns import check_names
 from coterie.data.preparation import Kind
@@ -287,6 +288,7 @@ def fit_groups(
         rows, **columns, validation=validation, test=0.0, seed=seed, suspect=False
     )
     start, loss = built(module, table.preparation, seed), loss_of(table.preparation)
+    rule = with_columns(rule, table.preparation.numeric)
     settings |= {"seed": seed, "measure": False, "progress": False}
     if len(table.users) == 1:
         alone = train(

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from coterie.data import TableTask, from_table
 from coterie.data.checking import (
@@ -35,9 +37,6 @@ from coterie.errors import CoterieError, DataError, KnobError, PeerLost, printab
 from coterie.everyone.folders import folder_names
 from coterie.tables import models
 from coterie.users.user import User
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _OFFER: dict[str, Any] = {"name": str, "rows": int, "targets": list | None}
 

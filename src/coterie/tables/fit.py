@@ -10,6 +10,7 @@ from torch import nn
 
 from coterie.arguments import SEED
 from coterie.choosing.measuring import before_training
+from coterie.choosing.mixture import with_columns
 from coterie.data import Preparation, TableTask, TableUsers, from_table
 from coterie.errors import DataError, FileError, KnobError
 from coterie.everyone.everyone_page import write_everyone_page
@@ -119,6 +120,7 @@ def _train(
 ) -> Run:
     reported = metrics_of(task.preparation, metrics, class_shares([task.me], task.preparation))
     made, loss = _built(model, task.preparation, seed), models.loss_of(task.preparation)
+    rule = with_columns(rule, task.preparation.numeric)
     return train(
         made, loss, task.me, task.peers, rule, out=out, seed=seed, metrics=reported, **settings
     )
@@ -236,7 +238,10 @@ def _train_all(
 ) -> Runs:
     sizes = {user.name: len(user) for user in table.users}
     rules = {
-        name: rule(RunSizes(own, {other: n for other, n in sizes.items() if other != name}, steps))
+        name: with_columns(
+            rule(RunSizes(own, {other: n for other, n in sizes.items() if other != name}, steps)),
+            table.preparation.numeric,
+        )
         for name, own in sizes.items()
     }
     shares = class_shares(table.users, table.preparation)
@@ -267,7 +272,10 @@ def _write(
         save_calibration(out / folders[name], run, preparation)
         about = preparation, table.target, table.test_rows[name]
         shares = class_shares([users[name]], preparation)
-        write_report(out / folders[name], run, *about, shares=shares, more=more[name])
+        others = {other: one for other, one in runs.models.items() if other != name}
+        write_report(
+            out / folders[name], run, *about, shares=shares, more=more[name], others=others
+        )
     if runs.pooled is not None:
         write(out / POOLED, runs.pooled)
         save_pooled_calibration(out / POOLED, runs.pooled.model, table.users, preparation)

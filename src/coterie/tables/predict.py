@@ -4,8 +4,9 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from coterie.data import Preparation
@@ -13,12 +14,7 @@ from coterie.errors import DataError, FileError, did_you_mean, few_of
 from coterie.evaluation.evaluate import evaluation_mode
 from coterie.everyone.folders import POOLED
 from coterie.recording import files
-from coterie.tables.calibration import load_calibration
 from coterie.tables.models import check_finished, load_model
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 FILE = "everyone.json"
 """Says whose model is in which folder."""
@@ -114,6 +110,8 @@ def _applied(
     with torch.no_grad(), evaluation_mode(made):
         predictions = preparation.predictions(made(preparation.inputs(rows)))
     if coverage is not None:
+        from coterie.tables.calibration import load_calibration
+
         _with_sets(predictions, preparation, load_calibration(folder).threshold(coverage).score)
     if preparation.ids in rows.columns:
         predictions.insert(0, preparation.ids, rows[preparation.ids].to_numpy())
@@ -156,8 +154,6 @@ def routed(
     Rows of users who have none, and rows without a user, go to the pooled model; a warning says how
     many. The column `model` says whose model it was.
     """
-    import pandas as pd
-
     column, folders = whose_folders(folder)
     if column not in rows.columns:
         raise DataError(

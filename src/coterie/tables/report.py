@@ -7,11 +7,12 @@ import inspect
 import math
 import warnings
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy import special
 from torch import Tensor, nn
@@ -37,20 +38,23 @@ from coterie.mixture.contributions import Contribution
 from coterie.mixture.served import Constant
 from coterie.recording import files
 from coterie.recording.result import Comparison
-from coterie.reporting.charts import Interval, Points, interval_chart, line_chart
-from coterie.reporting.page import Section
+from coterie.reporting.page import Interval, Points, Section, interval_chart, line_chart
 from coterie.reporting.run_page import write_run_page
 from coterie.reporting.summary import shown
 from coterie.reporting.verdict import difference, serves_alone
 from coterie.reporting.whom import contributed_section
 from coterie.tables import models
+from coterie.tables.dependence import (
+    OTHERS,
+    STRONGEST,
+    Dependence,
+    dependence,
+    dependence_section,
+)
 from coterie.training.run import Run
 from coterie.users.examples import InMemory
 from coterie.users.trees import Tree, mapped
 from coterie.users.user import User
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MEASURES = {
     "classification": ("auc", "average-precision", "balanced-accuracy", "f1", "brier"),
@@ -136,6 +140,7 @@ class Quality:
     confusion: Sequence[Sequence[float]] = ()
     # with two classes
     roc: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    dependence: Sequence[Dependence] = ()  # along the strongest columns
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -414,22 +419,30 @@ def write_report(
     *,
     shares: Sequence[float] = (),
     more: Sequence[Section] = (),
+    others: Mapping[str, nn.Module] | None = None,
 ) -> Quality | None:
     """Write the page of a run, and the numbers of its test rows, if any, to `evaluation.json`.
 
-    Return these.
+    Return these. `others` are other users' models, of rows that are prepared in the same way.
     """
     if not len(test_rows):
         write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=more)
         return None
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     judged = quality(run.model, alone, preparation, target, test_rows, shares=shares)
+    served = {"served": run.model} | ({} if alone is None else {"alone": alone})
+    for name in list(others or {})[:OTHERS]:
+        served[f"user {name}"] = (others or {})[name]
+    strongest = [one.column for one in judged.effects[:STRONGEST] if one.rise > 0]
+    along = [dependence(served, preparation, test_rows, column) for column in strongest]
+    judged = replace(judged, dependence=along)
     comparison = run.record.end.comparison
     splits = comparison is not None and bool(comparison.splits)
     files.write_json(folder / FILE, judged.to_plain())
     sections = [
         _predictions(judged, preparation, target, shown_above=run.test, splits=splits),
         _effects(judged, target),
+        *([dependence_section(along, preparation, target)] if along else []),
         *more,
     ]
     write_run_page(folder / "index.html", run.record, run.state.get("weight"), more=sections)

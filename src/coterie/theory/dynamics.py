@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.errors import KnobError
-from coterie.rules.knobs import Knob
+from coterie.rules.rule import Knob
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from scipy.linalg import solve_discrete_lyapunov
 
 from coterie.errors import KnobError
 from coterie.rules import Alone, BiasCorrection, OracleCorrection, Rule, WeightedAveraging
-from coterie.rules.knobs import Knob, decided
+from coterie.rules.rule import Knob, decided
 from coterie.theory.dynamics import Dynamics, FloatArray, Transition
 from coterie.theory.quadratic_engine import Quadratic, QuadraticEngine, QuadraticUsers, TrueBias
 

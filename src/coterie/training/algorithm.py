@@ -10,19 +10,17 @@ import torch
 from coterie.choosing import Algorithm, Chooser, RuleChoice, TellsGradients, chooser_for
 from coterie.choosing.measuring import before_training
 from coterie.choosing.sampled_gradients import OnParts
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Engine
+from coterie.engines.engine import Engine, require
 from coterie.errors import DataError, KnobError
 from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
 from coterie.learners.learner import Learner, RuleLearner
 from coterie.learners.spec import RunSpec
-from coterie.methods.averaging.fine_tuning import FineTuning
-from coterie.methods.averaging.sampled import Sampled
 from coterie.methods.clients import Clients
 from coterie.methods.elsewhere import ClientsElsewhere, gradients_asked
+from coterie.methods.fedavg import FineTuning, Sampled
+from coterie.methods.own_variance import OwnVariance
 from coterie.methods.rounds import LR, Method, Rounds
-from coterie.methods.variance.own_variance import OwnVariance
 from coterie.recording.configuration import Configuration, StepSettings
 from coterie.recording.costs import Costs
 from coterie.rules import Alone, Rule

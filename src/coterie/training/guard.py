@@ -48,9 +48,9 @@ class Guard:
 
     def compare(self, ours: nn.Module, alone: nn.Module) -> tuple[float, float, float]:
         """Return held-out loss of ours less that of alone, its standard error, paired by example, and alone's."""
-        theirs = self._losses(alone)
-        change = self._losses(ours) - theirs
-        return float(change.mean()), paired_error(change), float(theirs.mean())
+        losses_alone = self._losses(alone)
+        change = self._losses(ours) - losses_alone
+        return float(change.mean()), paired_error(change), float(losses_alone.mean())
 
     def _losses(self, model: nn.Module) -> Tensor:
         known = self.known.pop(model, None)

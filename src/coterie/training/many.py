@@ -1,39 +1,50 @@
-"""Many runs as one program: seeds, users as user 0, rules and step sizes side by side."""
+"""Many runs as one program: seeds, users as user 0, rules, step sizes, or coalitions of peers side by side."""
 
 import copy
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.arguments import instance, listed
 from coterie.choosing import chooser_for
+from coterie.choosing.mixture import linear_losses, why_not_linear
+from coterie.engines.asking import part_of
 from coterie.engines.cpu_threads import cpu_threads, threads_for
+from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.engine import InProcess
 from coterie.errors import GradientError, KnobError, UserCodeError
+from coterie.evaluation.evaluate import example_losses
 from coterie.gradients.parameters import copied
 from coterie.learners.captured import Captured, StackBlock
 from coterie.learners.learner import RuleLearner
-from coterie.learners.program import Program
 from coterie.learners.spec import RunSpec
 from coterie.learners.stack import Stack, why_not_capturable, why_not_stacked
-from coterie.recording.configuration import Configuration
+from coterie.mixture.candidates import FOLDS, folds_of
+from coterie.mixture.contributions import Contribution, contributions
+from coterie.mixture.families import Array
 from coterie.recording.progress import Show, interruptible, progress_bar
 from coterie.recording.record import Record
 from coterie.rules import Alone
-from coterie.training import setup
 from coterie.training.algorithm import algorithm_of, with_choice
-from coterie.training.loop import Loop
-from coterie.training.ongoing import OngoingRun, Taken
+from coterie.training.loop import Loop, OngoingRun, Taken
 from coterie.training.run import Run, Stopped
-from coterie.training.setup import check, costs_of, with_rule, with_usable_peers
-from coterie.training.together import HeldOutTogether
-from coterie.training.train import train_spec
+from coterie.training.together import HeldOutTogether, Program
+from coterie.training.train import (
+    check,
+    configuration_of,
+    costs_of,
+    train_spec,
+    with_rule,
+    with_usable_peers,
+)
 from coterie.users.examples import InMemory
 from coterie.users.sampling import seeded
 from coterie.users.trees import as_arguments, called, form, leaves
@@ -43,72 +54,41 @@ _NOT_TOGETHER = ("out", "engine", "forward_options", "capture", "threads")
 """What runs that are one program cannot have each in its own way."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReadyRun:
-    """A run before its first step."""
-
-    place: int  # among the runs asked for
-    spec: RunSpec  # prepared; its rule is the one to follow, once it is chosen
-    engine: InProcess  # over its users, with a model like its own
-    configuration: Configuration  # what its record begins with
-    why_by_itself: str | None  # why it cannot take part in a program
-
-    def loop(self, *, follows: bool = True) -> OngoingRun:
-        """Return its loop, of which the program takes the steps.
-
-        Without the rule where that is not chosen.
-        """
-        costs = costs_of(self.spec, self.engine.names, self.configuration.peers)
-        rule = self.spec.rule if follows else Alone()
-        learner = RuleLearner(replace(self.spec, scheduler=None), rule, self.engine, costs)
-        loop = OngoingRun(self.spec, learner, self.spec.hooks)
-        loop.begin(Record(self.configuration))
-        return loop
-
-    def not_started(self) -> Run:
-        """Return the run as Ctrl-C left it: with no step taken."""
-        loop = self.loop(follows=False)
-        loop.evaluate()
-        return loop.finish(Stopped.CTRL_C, 0.0)
-
-
 class ManyLoop(Loop):
     """Runs of rules that take the steps of one program: rows of one matrix from the question to the step."""
 
-    def __init__(self, ready: Sequence[ReadyRun], show: Show | None = None) -> None:
-        alike: dict[Any, list[ReadyRun]] = {}
-        for each in ready:
-            alike.setdefault(_setting(each.spec), []).append(each)
-        together = f"one program of {len(ready)}"
-        self.ready = [
-            replace(each, configuration=replace(each.configuration, runs=together))
-            for some in alike.values()
-            for each in some
-        ]
-        self.loops = [each.loop() for each in self.ready]
-        x = torch.stack([run.learner.x for run in self.loops])
-        stack = Stack(x, [(some[0].spec, len(some)) for some in alike.values()])
-        for run, row in zip(self.loops, x, strict=True):
+    def __init__(
+        self, runs: Mapping[int, OngoingRun], copies: Copies, show: Show | None = None
+    ) -> None:
+        alike: dict[Any, dict[int, OngoingRun]] = {}
+        for place, run in runs.items():
+            alike.setdefault(_setting(run.spec), {})[place] = run
+        runs = {place: run for group in alike.values() for place, run in group.items()}
+        x = torch.stack([run.learner.x for run in runs.values()])
+        stack = Stack(
+            x, [(next(iter(group.values())).spec, len(group)) for group in alike.values()]
+        )
+        self.program = Program(copies, [run.spec for run in runs.values()], stack)
+        self.captured = self._captured([run.spec.made_optimizer for run in runs.values()])
+        of_all: dict[str, Any] = {"runs": f"one program of {len(runs)}"}
+        of_all |= {"capture": "a CUDA graph"} if self.captured is not None and x.is_cuda else {}
+        for run, row in zip(runs.values(), x, strict=True):
             run.learner.x = run.learner.parameters.share(row)
-        copies = self.ready[0].engine.copies()
-        self.program = Program(copies, [each.spec for each in self.ready], stack)
-        self.captured = self._captured()
-        runs = {each.place: run for each, run in zip(self.ready, self.loops, strict=True)}
-        super().__init__(runs, held_out=HeldOutTogether(copies, self.loops), show=show)
+            run.captured = self.captured  # whose end it tells
+            run.begin(Record(replace(run.configuration, **of_all)))
+        held_out = HeldOutTogether(copies, list(runs.values()))
+        super().__init__(runs, held_out=held_out.scores, show=show)
         self._row = {place: row for row, place in enumerate(runs)}
+        self._hooked = any(run.spec.hooks for run in runs.values())
+        self._every = next(iter(runs.values())).spec.every
         self._counted = 0  # the steps that the runs know of
 
-    def _captured(self) -> Captured | None:
+    def _captured(self, optimizers: Sequence[Optimizer]) -> Captured | None:
         """Return the program's steps as captured ones, on a GPU, where that is possible."""
-        possible = all(why_not_capturable(each.spec.made_optimizer) is None for each in self.ready)
+        possible = all(why_not_capturable(optimizer) is None for optimizer in optimizers)
         if not self.program.stack.x.is_cuda or not possible:
             return None
-        for each, run in zip(self.ready, self.loops, strict=True):
-            run.record.configuration = replace(each.configuration, capture="a CUDA graph")
-        captured = Captured(StackBlock(self.program, undone=False))
-        for run in self.loops:
-            run.captured = captured  # whose end it tells
-        return captured
+        return Captured(StackBlock(self.program, undone=False))
 
     def advance(self, most: int) -> Mapping[int, Taken]:
         """Take a step in every run, or several that are captured."""
@@ -118,12 +98,11 @@ class ManyLoop(Loop):
         for run in self.going.values():
             run.learner.step = program.step
         due = any(run.due for run in self.going.values())
-        if not due and not any(each.spec.hooks for each in self.ready):
+        if not due and not self._hooked:
             return dict.fromkeys(self.going, (math.nan, {}))
         self._bring_up()
         if due:
-            first = next(iter(self.loops))
-            since = program.step % first.spec.every or first.spec.every
+            since = program.step % self._every or self._every
             losses = (program.losses / since).tolist()
             program.losses.zero_()
             for place, run in self.going.items():
@@ -200,35 +179,36 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
                 f"`train_many` takes no `{name}`: leave it out, or train that run by `train`"
             )
     specs = [with_usable_peers(spec) for spec in specs]
-    ready = _ready(specs, progress)
-    programs: dict[Hashable, list[ReadyRun]] = {}
-    for each in ready:
-        if each.why_by_itself is None:
-            programs.setdefault(_program(specs[each.place]), []).append(each)
+    able, reasons = _able(specs, progress)
+    programs: dict[Hashable, dict[int, OngoingRun]] = {}
+    for place, ongoing in able.items():
+        programs.setdefault(_program(specs[place]), {})[place] = ongoing
     runs: dict[int, Run] = {}
     errors: list[UserCodeError] = []
     stopped = False
-    for some in programs.values():
+    for together in programs.values():
         if not stopped:
-            bar = progress_bar(progress, f"{len(some)} runs", some[0].spec.steps)
-            threads = cpu_threads(threads_for(None, some[0].engine))
+            first = next(iter(together.values()))
+            bar = progress_bar(progress, f"{len(together)} runs", first.spec.steps)
+            engine = cast("InProcess", first.learner.engine)
+            threads = cpu_threads(threads_for(None, engine))
             with threads, interruptible() as interrupted, bar as show:
-                loop = ManyLoop(some, show)
+                loop = ManyLoop(together, engine.copies(), show)
                 loop.run(interrupted)
             runs, stopped = runs | loop.ended, loop.stopped
             errors += loop.errors
-    for each, spec in zip(ready, specs, strict=True):
-        if each.place not in runs:
+    for place, spec in enumerate(specs):
+        if place not in runs:
             try:
                 run = (
-                    each.not_started()
+                    _not_started(spec)
                     if stopped
-                    else _by_itself(spec, progress, each.why_by_itself)
+                    else _by_itself(spec, progress, reasons.get(place))
                 )
             except UserCodeError as error:
                 errors.append(error)
                 run = error.run
-            runs[each.place] = run
+            runs[place] = run
             stopped = stopped or (run is not None and run.stopped is Stopped.CTRL_C)
     in_order = [runs[place] and replace(runs[place], spec=spec) for place, spec in enumerate(specs)]
     if errors:
@@ -238,13 +218,16 @@ def train_many(specs: Sequence[RunSpec], *, progress: bool | None = None) -> lis
     return in_order
 
 
-def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
-    """Return every run before its first step; those that cannot take part with the reason."""
+def _able(
+    specs: Sequence[RunSpec], progress: bool | None
+) -> tuple[dict[int, OngoingRun], dict[int, str]]:
+    """Return, by place, the runs that can take part in a program, and of the others the reason why not."""
     engines: dict[Hashable, InProcess] = {}
     first_engines: dict[Hashable, InProcess] = {}
     models: dict[Hashable, nn.Module] = {}
     forms: dict[Hashable, Hashable] = {}
-    ready: list[ReadyRun] = []
+    able: dict[int, tuple[RunSpec, InProcess]] = {}
+    reasons: dict[int, str] = {}
     for place, asked in enumerate(specs):
         spec, program = with_rule(asked).prepared(), _program(asked)
         model = models.setdefault(program, asked.model)
@@ -263,22 +246,38 @@ def _ready(specs: Sequence[RunSpec], progress: bool | None) -> list[ReadyRun]:
             why = why or "its model is not the one of the first run with other parameters"
         if why is None and forms.setdefault(program, _form(spec.me)) != _form(spec.me):
             why = "its examples have another shape or dtype than those of the first run"
-        ready.append(
-            ReadyRun(place, spec, engines[key], setup.configuration_of(spec, engines[key]), why)
-        )
-    return [_chosen(each, progress) for each in ready]
+        if why is None:
+            able[place] = spec, engines[key]
+        else:
+            reasons[place] = why
+    runs: dict[int, OngoingRun] = {}
+    for place, (asked, engine) in able.items():
+        spec, configuration = asked, configuration_of(asked, engine)
+        chooser = chooser_for(asked.rule)
+        if chooser is not None:
+            choice = chooser.choose(asked, asked.in_process(), progress)
+            spec = replace(asked, rule=choice.rule)
+            configuration = with_choice(configuration, choice)
+        if why := _not_stackable(spec.rule):
+            reasons[place] = why
+            continue
+        costs = costs_of(spec, engine, configuration)
+        # the program's stack has the schedule of step sizes
+        learner = RuleLearner(replace(spec, scheduler=None), spec.rule, engine, costs)
+        runs[place] = OngoingRun(spec, learner, configuration, spec.hooks)
+    return runs, reasons
 
 
-def _chosen(ready: ReadyRun, progress: bool | None) -> ReadyRun:
-    """Let the chooser of a run choose its rule, where it has one and can take part."""
-    chooser = chooser_for(ready.spec.rule)
-    if ready.why_by_itself is not None or chooser is None:
-        return ready
-    choice = chooser.choose(ready.spec, ready.spec.in_process(), progress)
-    if why := _not_stackable(choice.rule):
-        return replace(ready, why_by_itself=why)
-    configuration = with_choice(ready.configuration, choice)
-    return replace(ready, spec=replace(ready.spec, rule=choice.rule), configuration=configuration)
+def _not_started(spec: RunSpec) -> Run:
+    """Return a run as Ctrl-C left it: with no step taken, and nothing chosen."""
+    asked = with_rule(replace(spec, guard="off", measure=False)).prepared()
+    engine = asked.in_process()
+    configuration = configuration_of(asked, engine)
+    learner = RuleLearner(asked, Alone(), engine, costs_of(asked, engine, configuration))
+    run = OngoingRun(asked, learner, configuration, asked.hooks)
+    run.begin(Record(configuration))
+    run.first_point()
+    return run.finish(Stopped.CTRL_C, 0.0)
 
 
 def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
@@ -346,3 +345,47 @@ def _by_itself(spec: RunSpec, progress: bool | None, why: str | None) -> Run:
     why = why or "with the others, a gradient was not finite, or too long"
     run.record.configuration = replace(run.record.configuration, runs=f"by itself: {why}")
     return run
+
+
+def contributions_to(
+    spec: RunSpec, groups: Mapping[str, Sequence[str]] | None, permutations: int
+) -> dict[str, Contribution]:
+    """Return what peers contribute to user 0; see `Run.contributions`."""
+    names = [peer.name for peer in spec.peers]
+    if not names:
+        raise KnobError(
+            "there is nobody to contribute, or the peers' rows are elsewhere: give"
+            " `coterie.mixture.contributions.contributions` the losses of each coalition"
+        )
+    if unknown := {name for group in (groups or {}).values() for name in group} - set(names):
+        raise KnobError(f"`groups` names {min(unknown)!r}, and the peers are {', '.join(names)}")
+    losses = trained_losses(spec) if why_not_linear(spec) else linear_losses(spec)
+    return contributions(losses, groups or names, permutations=permutations)
+
+
+def trained_losses(spec: RunSpec) -> Callable[[frozenset[str]], Array]:
+    """Return what gives the out-of-fold losses of the own examples with a coalition of peers, by training anew.
+
+    The runs of all folds are one program (`train_many`). Nobody is `Alone`.
+    """
+    n = len(spec.me)
+    if spec.me.is_stream or n < 2:
+        raise KnobError(f"contributions need some examples of {spec.me.name!r}, not a stream")
+    folds = folds_of(np.zeros((n, 1)), min(FOLDS, n), spec.seed, classes=False)
+    apart = {"out": None, "hooks": (), "trackers": (), "engine": InProcess, "guard": "off"}
+    plain = replace(spec, **apart, measure=False, progress=False, resume=False)  # type: ignore[arg-type]
+
+    def losses(who: frozenset[str]) -> Array:
+        peers = tuple(peer for peer in spec.peers if peer.name in who)
+        seen = [torch.from_numpy(folds != fold) for fold in range(folds.max() + 1)]
+        rule = spec.rule if peers else Alone()
+        parts = [part_of(spec.me, one) for one in seen]
+        specs = [replace(plain, me=me, peers=peers, rule=rule) for me in parts]
+        runs = train_many(specs, progress=False)
+        found = np.empty(n)
+        for fold, run in enumerate(runs):
+            held = part_of(spec.me, ~seen[fold]).examples
+            found[folds == fold] = example_losses(run.model, spec.loss, held).numpy()
+        return found
+
+    return losses

@@ -103,7 +103,7 @@ class Run:
             True
         """
         from coterie.errors import KnobError
-        from coterie.training.coalitions import contributions_to
+        from coterie.training.many import contributions_to
 
         if self.spec is None:
             raise KnobError("this run does not hold its examples; train it in this process")

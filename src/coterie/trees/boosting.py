@@ -20,6 +20,8 @@ BOUND = {"softmax": 0.5, "logistic": 0.25, "squared": 1.0}
 FARTHEST = {"squared": 16.0}
 """The slope of a row's loss counts as this at most, 1 where nothing is said: no row rules a tree."""
 
+FREE = np.array([-np.inf, np.inf])
+"""Between these a step may be where nothing bounds it."""
 ALIKE = 1e-4
 """Of splits whose gains differ by less than this share, the first is taken."""
 
@@ -28,15 +30,14 @@ class Growth(NamedTuple):
     """How ensembles grow."""
 
     trees: int = 50
-    depth: int = 3
-    rate: float = 0.15
+    depth: int = 4
+    rate: float = 0.25
     ridge: float = 1.0  # added to every curvature
     fewest: float = 5.0  # rows in a leaf, by their weights
-    most_rows: int = 20_000  # of a part, drawn anew for each tree
+    most_rows: int = 15_000  # of a part, drawn anew for each tree; of peers' four times as many
     looks: tuple[int, ...] = (6, 12, 25, 50)  # after so many trees an ensemble is a candidate
-    signs: tuple[
-        int, ...
-    ] = ()  # of each column: 1 never falls, -1 never rises, 0 free; () all free
+    # of each column: 1 where outputs never fall in it, -1 never rise, 0 free; all free when empty
+    signs: tuple[int, ...] = ()
 
 
 class Bins(NamedTuple):
@@ -187,14 +188,14 @@ class Part:
             i, j = np.nonzero((self.node % 2 == 0) & self.counted)
             left[i, j, self.node[i, j] // 2] = self.channels[i, j]
             sums = self._sums(left)
-            self.held = np.stack([sums, self.held - sums], 3).reshape(self.total, e, nodes, s)
+            self.held = np.stack([sums, self.held - sums], 3).reshape(self.total, e, nodes, 3)
         self.held_at = self.levels
         return True
 
     def _sums(self, values: Array) -> Array:
         sums = self.rows_hot.T @ values.reshape(len(values), -1)
         shaped: Array = np.asarray(sums).reshape((self.total, *values.shape[1:]))
-        return shaped
+        return shaped if shaped.shape[-1] == 3 else shaped[..., [0, 1, 1]]
 
     def grown(self, tree: Tree) -> None:
         """Take the step that a tree is, and begin with the next."""
@@ -230,9 +231,15 @@ class Part:
         far = FARTHEST.get(family.name, 1.0)
         slope = np.clip((mean - targets[:, None])[..., self.grows], -far, far) * weights[..., None]
         curvature = family.curvature(mean)[..., self.grows] * weights[..., None]
-        parts = np.broadcast_arrays(slope, curvature, weights[..., None])
-        self.channels = np.stack(parts, -1).reshape(len(mean), -1, 3)
-        self.counted = self.channels[..., 2] > 0
+        # of the squared loss the curvature is the weight, and is summed once
+        parts = (
+            (slope, weights[..., None])
+            if family.is_squared
+            else (slope, curvature, weights[..., None])
+        )
+        self.channels = np.stack(np.broadcast_arrays(*parts), -1)
+        self.channels = self.channels.reshape(len(mean), -1, len(parts))
+        self.counted = self.channels[..., -1] > 0
         self.node, self.levels = np.zeros(self.counted.shape, dtype=np.int16), 0
         self.held_at = -1
 
@@ -285,17 +292,16 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
     rate = growth.rate * ((k - 1) / k if own.family.name == "softmax" and k > 1 else 1.0)
     trees, seen = tuple[Tree, ...](), list[tuple[Array, Array]]()
     for t in range(growth.trees):
-        levels = tuple[Splits, ...]()
+        levels, values, bounds = tuple[Splits, ...](), np.zeros(0), FREE
         for _ in range(growth.depth):
             asked = Level(trees, levels)
             sums = own.answer(asked)
             answered = yield asked
             if answered is not None:
                 sums = sums + answered
-            splits, left, right = _best(sums, bins, growth)
+            splits, values, bounds = _best(sums, bins, growth, bounds)
             levels = (*levels, splits)
-        sides = np.stack([left, right], 2).reshape(len(left), -1, 3)
-        trees = (*trees, tree := Tree(levels, -rate * _newton(sides, growth.ridge)))
+        trees = (*trees, tree := Tree(levels, rate * values))
         own.grown(tree)
         if t + 1 in growth.looks:
             seen.append((own.outputs(), own.intercepts[0]))
@@ -308,20 +314,27 @@ def outputs_grown(family: Family, outputs: int) -> list[int]:
     return [1] if family.name == "softmax" and outputs == 2 else list(range(outputs))
 
 
-def _newton(sums: Array, ridge: float) -> Array:
-    newton: Array = sums[..., 0] / (np.maximum(sums[..., 1], 0.0) + ridge)
-    return newton
+def _newton(sums: Array, ridge: float, bounds: Array) -> Array:
+    """Return the Newton steps of nodes, within their bounds."""
+    step: Array = -sums[..., 0] / (np.maximum(sums[..., 1], 0.0) + ridge)
+    return np.clip(step, bounds[..., 0], bounds[..., 1]) if bounds.ndim > 1 else step
 
 
-def _gain(sums: Array, ridge: float) -> Array:
-    """Return by how much a Newton step lowers the loss, twice."""
-    return sums[..., 0] * _newton(sums, ridge)
+def _gain(sums: Array, steps: Array, ridge: float) -> Array:
+    """Return by how much steps lower the loss, twice."""
+    curvature = np.maximum(sums[..., 1], 0.0) + ridge
+    return -steps * (2 * sums[..., 0] + curvature * steps)
 
 
-def _best(sums: Array, bins: Bins, growth: Growth) -> tuple[Splits, Array, Array]:
-    """Return the best split of each node, and the sums on its two sides, (L, M, 3)."""
+def _best(sums: Array, bins: Bins, growth: Growth, bounds: Array) -> tuple[Splits, Array, Array]:
+    """Return the best split of each node, and of its children the steps, (L, 2 M), and their bounds.
+
+    Where outputs may only rise in a column, no step to the left is above that to the right, and
+    the mean of both bounds all that is below them: as in scikit-learn.
+    """
     starts, many = bins.starts, len(sums)
     column_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    signs = np.array((*growth.signs, 0)) if growth.signs else np.zeros(len(starts) - 1, dtype=int)
     running = np.concatenate([np.zeros_like(sums[:1]), np.cumsum(sums, 0)])
     left = running[1:] - running[starts[:-1]][column_of]
     whole = running[starts[1]]
@@ -333,27 +346,35 @@ def _best(sums: Array, bins: Bins, growth: Growth) -> tuple[Splits, Array, Array
     gains = []
     for each in ways:
         other = whole - each
-        gain = _gain(each, growth.ridge) + _gain(other, growth.ridge)
+        low, high = (_newton(side, growth.ridge, bounds) for side in (each, other))
+        gain = _gain(each, low, growth.ridge) + _gain(other, high, growth.ridge)
         fewest = growth.fewest - 1e-3  # masks round
         few = (each[..., -1] < fewest) | (other[..., -1] < fewest)
-        gain[few] = -np.inf
+        gain[few | ((high - low) * signs[column_of, None, None] < 0)] = -np.inf
         gain[starts[1:] - 1] = -np.inf  # nothing is beyond a column's last bin
         gains.append(gain)
     every = np.concatenate(gains)
     # the first of those that are alike: sums in another order, or rounded, have the same splits
     most = every.max(0)
     where = (every >= most - ALIKE * np.abs(most)).argmax(0)
-    parent = _gain(whole, growth.ridge)
+    parent = _gain(whole, _newton(whole, growth.ridge, bounds), growth.ridge)
     splits = np.take_along_axis(every, where[None], 0)[0] > parent + 1e-9
     place, also_missing = where % many, where >= many
     sides = np.take_along_axis(np.concatenate(ways), where[None, ..., None], 0)[0]
     sides = np.where(splits[..., None], sides, whole)
-    found = Splits(
-        np.where(splits, column_of[place], len(starts) - 2),
-        np.where(splits, place, many),
-        also_missing | ~splits,
-    )
-    return found, sides, whole - sides
+    column = np.where(splits, column_of[place], len(starts) - 2)
+    found = Splits(column, np.where(splits, place, many), also_missing | ~splits)
+    steps = np.stack([_newton(each, growth.ridge, bounds) for each in (sides, whole - sides)], 2)
+    if signs.any():
+        bounds = np.broadcast_to(bounds, (*splits.shape, 2))[:, :, None].repeat(2, 2)
+        sign, middle = signs[column], steps.mean(2)
+        for side in (0, 1):  # a sign of 1 bounds the left from above, the right from below
+            end = 1 - side
+            for way, which in ((1, end), (-1, side)):
+                now = (sign == way) & splits
+                bounds[:, :, side, which] = np.where(now, middle, bounds[:, :, side, which])
+        bounds = bounds.reshape(len(splits), -1, 2)
+    return found, steps.reshape(len(splits), -1), bounds
 
 
 def peers_here(
@@ -378,12 +399,21 @@ def peers_here(
     sizes = [len(x) for x, _ in peers]
     if not sum(sizes):
         return lambda _: None
-    owners = np.repeat(np.arange(len(peers)), sizes)
-    inputs, targets = (np.concatenate([one[i] for one in peers]) for i in (0, 1))
+    kept, share = rows_kept(sum(sizes), growth, seed)
+    owners = np.repeat(np.arange(len(peers)), sizes)[kept]
+    inputs, targets = (np.concatenate([one[i] for one in peers])[kept] for i in (0, 1))
     places = bins.places(inputs, mine=False)
     settings: dict[str, Any] = {"family": family, "growth": growth, "seed": seed}
-    part = Part(places, targets, owners, weights[owners], bins=bins, **settings)
+    part = Part(places, targets, owners, weights[owners] / share, bins=bins, **settings)
     return part.answer
+
+
+def rows_kept(n: int, growth: Growth, seed: int = 0) -> tuple[Any, float]:
+    """Return which of n rows of peers are kept, of which trees draw theirs, and their share of all."""
+    most = 4 * growth.most_rows
+    if n <= most:
+        return slice(None), 1.0
+    return np.sort(np.random.default_rng([seed, n]).choice(n, most, replace=False)), most / n
 
 
 def driven(growing: Growing, ask: Callable[[Level], Array | None]) -> Grown:

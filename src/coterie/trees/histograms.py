@@ -20,6 +20,7 @@ from coterie.trees.boosting import (
     Splits,
     Tree,
     outputs_grown,
+    rows_kept,
 )
 
 MOST_NUMBERS = 4_000_000
@@ -111,15 +112,17 @@ class Histograms:
 
     def rows(self, inputs: Array, targets: Array) -> Part:
         """Return a peer's rows in bins; one that holds a number that is not finite does not count."""
-        rows, n = Rows(inputs, targets).finite(), self.ensembles
+        rows, growth = Rows(inputs, targets).finite(), Growth()
+        kept, share = rows_kept(len(rows.inputs), growth)
+        inputs, targets = rows.inputs[kept], rows.targets[kept]
         return Part(
-            self.bins.places(rows.inputs, mine=False),
-            (rows.targets - self.shift) / self.scale,
-            np.zeros(len(rows.inputs), dtype=np.int64),
-            np.ones((len(rows.inputs), n)),
+            self.bins.places(inputs, mine=False),
+            (targets - self.shift) / self.scale,
+            np.zeros(len(inputs), dtype=np.int64),
+            np.full((len(inputs), self.ensembles), 1 / share),
             family=self._family,
             bins=self.bins,
-            growth=Growth(),
+            growth=growth,
         )
 
     @property
@@ -136,7 +139,7 @@ class Histograms:
         """
         sums = rows.answer(self.level)
         if norm is not None and norm < np.inf:
-            n = max(1, len(rows.places))
+            n = max(1.0, float(rows.weights[:, 0].sum()))
             length = np.sqrt(np.square(sums[..., 0]).sum((0, 2)))[:, None] / n
             slopes = sums[..., 0] * (norm / np.maximum(length, norm))
             sums = np.concatenate([slopes[..., None], sums[..., 1:]], -1)

@@ -29,9 +29,10 @@ class Nodes(NamedTuple):
 
 
 class Trees(nn.Module):
-    """A sum of trees, plus a base; or the logarithm of it, where trees give shares of classes.
+    """A sum of trees, plus a base and a linear part; or the logarithm of it, where trees give shares of classes.
 
-    The values of the nodes are its parameters. A value that is missing (NaN) goes where a node says.
+    The values of the nodes and the slopes are its parameters. A value that is missing (NaN) goes where a
+    node says, and is 0 in the linear part.
 
     Args:
         n_inputs: the number of columns.
@@ -72,10 +73,17 @@ class Trees(nn.Module):
         ):
             self.register_buffer(name, torch.zeros(size, dtype=kind))
         self.value = nn.Parameter(torch.zeros(nodes, n_outputs))
+        self.slopes = nn.Parameter(torch.zeros(n_inputs, n_outputs))
 
     @classmethod
     def of(
-        cls, nodes: Nodes, *, n_inputs: int, base: Array | float = 0.0, logarithm: bool = False
+        cls,
+        nodes: Nodes,
+        *,
+        n_inputs: int,
+        base: Array | float = 0.0,
+        slopes: Array | float = 0.0,
+        logarithm: bool = False,
     ) -> Self:
         """Return the module of some nodes."""
         made = cls(n_inputs, nodes.value.shape[1], len(nodes.column), len(nodes.roots))
@@ -83,7 +91,7 @@ class Trees(nn.Module):
         # rounded down: a single-precision input is on the side where it was
         down = np.where(down > nodes.threshold, np.nextafter(down, np.float32(-np.inf)), down)
         settings: dict[str, Any] = nodes._asdict() | {"threshold": down}
-        settings |= {"base": base, "logarithm": logarithm}
+        settings |= {"base": base, "slopes": slopes, "logarithm": logarithm}
         with torch.no_grad():
             for name, value in settings.items():
                 held: Tensor = getattr(made, name)
@@ -115,7 +123,7 @@ class Trees(nn.Module):
         rows = torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
         size = max(1, AT_ONCE // len(self.roots))
         sums = [self._sums(each) for each in torch.split(rows, size)] or [self.base[None][:0]]
-        outputs = torch.cat(sums) + self.base
+        outputs = torch.cat(sums) + self.base + flat.nan_to_num() @ self.slopes
         return outputs.log() if bool(self.logarithm) else outputs
 
     def _sums(self, rows: Tensor) -> Tensor:
@@ -175,6 +183,18 @@ def of_boosted(
         roots,
         depth,
     )
+
+
+def joined(parts: Sequence[Nodes], values: Sequence[Array]) -> Nodes:
+    """Return the nodes of several sums of trees as those of one, with other values."""
+    firsts = np.cumsum([0, *(len(each.column) for each in parts[:-1])])
+    moved = [
+        each._replace(left=each.left + first, right=each.right + first, roots=each.roots + first)
+        for each, first in zip(parts, firsts, strict=True)
+    ]
+    names = ("column", "threshold", "missing_left", "left", "right", "roots")
+    whole = {name: np.concatenate([getattr(each, name) for each in moved]) for name in names}
+    return Nodes(**whole, value=np.concatenate(values), depth=max(each.depth for each in parts))
 
 
 def of_forest(trees: Sequence[Any], classes: Array | None, n_outputs: int) -> Nodes:

@@ -1,12 +1,17 @@
 """Trees as candidates of a mixture: boosted with the peers, and a forest of the own rows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from coterie.mixture.candidates import Candidates
+from coterie.mixture import fit
+from coterie.mixture.candidates import Candidates, OwnRows, some_of
 from coterie.mixture.families import Array, Family
+from coterie.mixture.fit import asks_here, linear_candidates
+from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import Predictor
 from coterie.trees.boosting import (
     BOUND,
@@ -21,7 +26,7 @@ from coterie.trees.boosting import (
     peers_here,
 )
 from coterie.trees.histograms import Histograms
-from coterie.trees.tensors import Trees, of_boosted, of_forest
+from coterie.trees.tensors import Trees, joined, of_boosted, of_forest
 
 FEWEST = 10
 """With fewer own rows there are no trees."""
@@ -31,9 +36,11 @@ MOST = 500_000
 """Boosted trees have so many bins in all their ensembles at most: more columns and classes have none."""
 MOST_ELSEWHERE = 100_000
 """The same where peers are elsewhere, who send them all at each level."""
+PERSONAL, GROUPS = "trees of peers, own last layer", 3
+"""The kind with a personal last layer; so many parts of the peers are judged by the others' trees."""
 FOREST = 100
 """Trees of the forest; each sees at most this many rows:"""
-FOREST_ROWS = 5_000
+FOREST_ROWS = 2_000
 GROWTH = Growth()
 
 Data = tuple[Array, Array]
@@ -70,6 +77,7 @@ def candidates(
     seed: int = 0,
     growth: Growth = GROWTH,
     elsewhere: Elsewhere | None = None,
+    layer: bool = False,
 ) -> list[Candidates]:
     """Return blocks of candidates, each judged on own rows that it did not see.
 
@@ -82,15 +90,19 @@ def candidates(
         seed: of the forest, and of the rows that trees see where there are very many.
         growth: how ensembles grow.
         elsewhere: as for `boosted`.
+        layer: whether there is a personal last layer too, where the peers are at hand.
     """
     if family.name not in BOUND or len(own[0]) < FEWEST:
         return []
-    blocks = forest(own, family, held_out=held_out, seed=seed)
+    count = int(folds.max()) + 1
+    blocks = forest(own, family, count, held_out=held_out, seed=seed, signs=growth.signs)
     lanes = len(KINDS) * (int(folds.max()) + 2) * len(outputs_grown(family, own[1].shape[1]))
     most = MOST if elsewhere is None else MOST_ELSEWHERE
     if (peers or elsewhere) and Bins.of(own[0]).starts[-1] * lanes <= most:
         settings: dict[str, Any] = {"held_out": held_out, "seed": seed, "growth": growth}
         blocks += boosted(own, peers, family, folds, elsewhere=elsewhere, **settings)
+        if layer and elsewhere is None and not any(growth.signs):
+            blocks += personal(own, peers, family, folds, **settings)
     return blocks
 
 
@@ -145,14 +157,16 @@ def boosted(
 
     grown = driven(grow(mine, bins, growth), ask)
     blocks, k = [], own[1].shape[1]
-    blind = grown.outputs.reshape(len(grown.looks), len(folds), len(KINDS), views, k)
-    blind = units.back(blind[:, np.arange(len(folds)), :, folds + 1])  # (n, looks, kinds, K)
+    outputs = grown.outputs.reshape(len(grown.looks), len(folds), len(KINDS), views, k)
+    blind = units.back(outputs[:, np.arange(len(folds)), :, folds + 1])  # (n, looks, kinds, K)
+    some = units.back(outputs[:, some_of(len(folds)), :, 1:])
+    by_fold = np.transpose(some, (3, 1, 0, 2, 4))  # (F, m, looks, kinds, K)
     for i, kind in enumerate(KINDS):
         made = [
             _module(grown, look, i * views, bins, units, grows=mine.grows)
             for look in range(len(grown.looks))
         ]
-        blocks.append(_block(kind, blind[:, :, i], made, held_out))
+        blocks.append(_block(kind, blind[:, :, i], by_fold[:, :, :, i], made, held_out))
     return blocks
 
 
@@ -167,7 +181,13 @@ def _module(
 
 
 def _block(
-    kind: str, blind: Array, made: Sequence[Trees], held_out: Array | None, *, alone: bool = False
+    kind: str,
+    blind: Array,
+    by_fold: Array,
+    made: Sequence[Trees],
+    held_out: Array | None,
+    *,
+    alone: bool = False,
 ) -> Candidates:
     import torch
 
@@ -177,15 +197,102 @@ def _block(
         with torch.no_grad():
             outputs = np.stack([each(rows).double().numpy() for each in made], 1)
     predictors = [Predictor(each) for each in made]
-    return Candidates(kind, blind, predictors=predictors, held_out=outputs, alone=alone)
+    about: dict[str, Any] = {"held_out": outputs, "by_fold": by_fold, "alone": alone}
+    return Candidates(kind, blind, predictors=predictors, **about)
+
+
+def personal(
+    own: Data,
+    peers: Sequence[Data],
+    family: Family,
+    folds: Array,
+    *,
+    held_out: Array | None = None,
+    seed: int = 0,
+    growth: Growth = GROWTH,
+) -> list[Candidates]:
+    """Return user 0's linear models of the columns and of what the peers' trees say: a personal last layer.
+
+    Its prior over users says how much each coefficient differs between them. Trees are of the peers
+    alone: they saw no own row. For the rows of a third of the peers they are of the other two.
+
+    Args:
+        own: inputs and targets of user 0.
+        peers: of each peer at hand; with fewer than two there is none.
+        family: of the loss.
+        folds: of each own row.
+        held_out: inputs of validation rows.
+        seed: of the rows that trees see where there are very many.
+        growth: how ensembles grow.
+    """
+    if len(peers) < 2:
+        return []
+    groups = np.arange(len(peers)) % min(GROUPS, len(peers))
+    seen = np.column_stack([np.ones(len(peers)), *(groups != g for g in range(groups.max() + 1))])
+    units, bins, (n, d) = TreeUnits(own[1], family), Bins.of(own[0]), own[0].shape
+    ends = (growth.trees // 4, growth.trees)
+    growth = growth._replace(looks=ends)
+    settings: dict[str, Any] = {"family": family, "growth": growth, "seed": seed}
+    nobody = np.zeros((n, seen.shape[1]))
+    places, owners = bins.places(own[0], mine=False), np.zeros(n, dtype=np.int64)
+    mine = Part(places, units.to(own[1]), owners, nobody, bins=bins, **settings)
+    ask = peers_here(bins, [(x, units.to(y)) for x, y in peers], seen, **settings)
+    grown, k = driven(grow(mine, bins, growth), ask), own[1].shape[1]
+    spans = [grown.trees[a:b] for a, b in pairwise((0, *ends))]
+    nodes = [
+        [of_boosted(span, e, bins, mine.grows, k) for span in spans] for e in range(seen.shape[1])
+    ]
+
+    def columns(inputs: Array, ensemble: int) -> Array:
+        """Return inputs, beside the sums of an ensemble's first trees and of all others."""
+        import torch
+
+        rows = torch.as_tensor(inputs, dtype=torch.float32)
+        sums = [Trees.of(span, n_inputs=d)(rows) for span in nodes[ensemble]]
+        return np.column_stack(
+            [inputs, *(each.detach().double().numpy()[:, mine.grows] for each in sums)]
+        )
+
+    inputs = columns(own[0], 0)
+    scaling = Scaling.of(inputs, own[1], family, intercept=True)
+    rows = OwnRows.of(scaling.rows(inputs, own[1]), family, whole=True, folds=folds)
+    theirs = [
+        scaling.clipped(scaling.rows(columns(x, 1 + int(g)), y))
+        for (x, y), g in zip(peers, groups, strict=True)
+    ]
+    asking = linear_candidates(rows, family, scaling, len(peers))
+    _, found = fit.driven(asking, asks_here(theirs, family))
+    (block,) = (one for one in found if one.kind == "hierarchical")
+
+    def behind(at: Array) -> Trees:
+        """Return the trees, whose leaves count as the layer says, with its linear part."""
+        whole, each = nodes[0], len(mine.grows)
+        value = [
+            span.value[:, mine.grows] @ at[d + i * each : d + (i + 1) * each]
+            for i, span in enumerate(whole)
+        ]
+        return Trees.of(joined(whole, value), n_inputs=d, base=at[-1], slopes=at[:d])
+
+    block = replace(block, kind=PERSONAL, behind=behind)
+    if held_out is not None:
+        block = block.on(np.column_stack([columns(held_out, 0), np.ones(len(held_out))]))
+    return [block]
 
 
 def forest(
-    own: Data, family: Family, *, held_out: Array | None = None, seed: int = 0
+    own: Data,
+    family: Family,
+    folds: int = 1,
+    *,
+    held_out: Array | None = None,
+    seed: int = 0,
+    signs: Sequence[int] = (),
 ) -> list[Candidates]:
     """Return a forest of user 0's rows, each judged by the trees that did not see it.
 
-    A class that none of n trees' rows had counts as one more row, shared by all classes.
+    It is not fitted without each of the folds, and stands as it is for each of them. A class that
+    none of n trees' rows had counts as one more row, shared by all classes. `signs` are as in
+    `Growth`.
     """
     from sklearn.ensemble import ExtraTreesClassifier, ExtraTreesRegressor
 
@@ -196,6 +303,7 @@ def forest(
         "bootstrap": True,
         "random_state": seed % 2**32,
         "max_samples": FOREST_ROWS if n > FOREST_ROWS else None,
+        "monotonic_cst": signs if any(signs) else None,
     }
     if family.is_squared:
         numbers = targets if k > 1 else targets[:, 0]
@@ -216,4 +324,5 @@ def forest(
         made = Trees.of(nodes, n_inputs=inputs.shape[1], base=more, logarithm=True)
     else:
         return []
-    return [_block("forest, alone", blind, [made], held_out, alone=True)]
+    by_fold = np.repeat(blind[None, some_of(n)], folds, 0)
+    return [_block("forest, alone", blind, by_fold, [made], held_out, alone=True)]

@@ -374,12 +374,12 @@ def _in_memory(data: Any, whose: str) -> InMemory:
     inputs, targets = as_tree_pair(data, whose)
     counts = {len(leaf) for leaf in leaves(inputs)}, {len(leaf) for leaf in leaves(targets)}
     if len(counts[0]) > 1 or (targets is not NOTHING and counts[1] != counts[0]):
-        ours, theirs = (" and ".join(map(str, sorted(each))) for each in counts)
+        n_inputs, n_targets = (" and ".join(map(str, sorted(each))) for each in counts)
         raise DataError(
-            f"{whose} has {ours} inputs but {theirs} targets; give one target for each input"
+            f"{whose} has {n_inputs} inputs but {n_targets} targets; give one target for each input"
             if len(counts[0]) == 1
             else (
-                f"the inputs of {whose} have parts of {ours} rows; give each part a row an example"
+                f"the inputs of {whose} have parts of {n_inputs} rows; give each part a row an example"
                 " (of a list of examples make one tensor by `torch.stack`, or give `collate`)"
             )
         )

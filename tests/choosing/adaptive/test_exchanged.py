@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 import coterie
 from coterie import User
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Reply, Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.processes.engine import TorchDistributed, serve
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.engines.requests import Reply, Request
 from coterie.gradients.parameters import Parameters
 from coterie.methods import FedAvg
 from coterie.privacy.sums import SumsOnly

@@ -15,10 +15,10 @@ from torch import nn
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger, kept_secret, read_secret
-from coterie.engines.peer.own_gradients import OwnDraws
-from coterie.engines.requests import Request
+from coterie.engines.peer.peer import OwnDraws
 from coterie.errors import FileError, KnobError
 
 N, WIDTH = 100, 40

@@ -16,10 +16,10 @@ from torch import nn
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request, to_array
 from coterie.engines.peer import Peer
-from coterie.engines.peer.own_gradients import Caps, clipped
-from coterie.engines.remote.messages import answer_message
-from coterie.engines.requests import Request, to_array
+from coterie.engines.peer.peer import Caps, clipped
+from coterie.engines.remote.responder import answer_message
 from coterie.errors import KnobError
 from coterie.gradients.parameters import frozen_digest
 
@@ -76,7 +76,7 @@ def test_caps_are_kept_and_every_request_is_logged(peer: coterie.User, tmp_path:
         "refused": "it gives no gradient of fewer than 4 examples"
     }
     assert "gradients" in answer_message(capped, "server", request)
-    assert not capped.is_willing()
+    assert capped.left == 0
     again = peer_of(peer, Caps(gradients=2), log)  # started anew
     assert answer_message(again, "server", request) == {
         "refused": "it has given all the gradients it gives, 2"

@@ -23,18 +23,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import coterie
-from coterie.engines.capabilities import TellsPromises
-from coterie.engines.engine import LocalWork
+from coterie.engines.engine import LocalWork, TellsPromises
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ghost_norms import MARGIN
 from coterie.engines.peer.ledger import Ledger, Spending
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.engines.processes.engine import serve
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.messages import answer_message
+from coterie.engines.remote.responder import answer_message
 from coterie.engines.remote.sites import LocalSites
-from coterie.engines.requests import Request
 from coterie.errors import CoterieError, DataError, FileError, KnobError, ModelError, UserCodeError
 from coterie.privacy import Privacy
 from coterie.privacy.accountant import Budget, Event, epsilon_of
@@ -390,7 +389,7 @@ def test_the_cap_on_gradients_sets_the_noise(tmp_path: Path) -> None:
     assert site.answer(request()).gradients is not None
     assert site.epsilon is not None
     assert 1.9 < site.epsilon <= 2.0
-    assert not site.is_willing()
+    assert site.left == 0
 
 
 def test_user_0_cannot_tire_the_accountant(tmp_path: Path) -> None:

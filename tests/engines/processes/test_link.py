@@ -12,8 +12,8 @@ import torch
 from tests.support.intruders import forged_letters
 from torch import Tensor
 
-from coterie.engines.processes import link as links
-from coterie.engines.processes.link import Link, Seal, greeted
+from coterie.engines.processes import processes as links
+from coterie.engines.processes.processes import Link, Seal, greeted
 from coterie.errors import PeerLost
 
 SECRET = b"a secret of 16 bytes"

@@ -21,8 +21,8 @@ import coterie
 from coterie.cli import app
 from coterie.engines.peer import Caps
 from coterie.engines.processes.engine import TorchDistributed, serve
+from coterie.engines.remote.masked import MASKED
 from coterie.errors import KnobError, ModelError
-from coterie.privacy.masked_sums import MASKED
 from coterie.privacy.sums import SumsOnly
 
 X = torch.linspace(-1, 1, D, dtype=torch.float64)

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import coterie
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.messages import packed, unpacked
 from coterie.engines.processes.engine import _answer_mate
 from coterie.engines.processes.processes import (
     LAST_THREAD,
@@ -24,7 +25,6 @@ from coterie.engines.processes.processes import (
     RemoteProcess,
 )
 from coterie.engines.processes.rendezvous import Address
-from coterie.engines.remote.codec import packed, unpacked
 from coterie.engines.remote.responder import Responder
 
 

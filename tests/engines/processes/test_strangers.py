@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.engines.processes import link as links
+from coterie.engines.processes import processes as links
 from coterie.engines.processes.engine import serve
 from coterie.engines.processes.processes import MOST_STRANGERS, Processes
 from coterie.engines.processes.rendezvous import SECRET_FILE, Address, Rendezvous

@@ -84,11 +84,11 @@ def answers(value: Any) -> Callable[[str, int, Any], Any]:
     ("change", "reason"),
     [
         (answers(None), "no answer"),
-        (answers("hello"), "not a gradient"),
-        (answers(np.zeros(12)), "not a gradient"),
-        (answers({}), "not a gradient"),
+        (answers("hello"), "not an array"),
+        (answers(np.zeros(12)), "not an array"),
+        (answers({}), "not an array"),
         (answers({"refused": "no"}), "refused: no"),
-        (spoiled(gradients=[[0.0] * 12]), "not a gradient"),
+        (spoiled(gradients=[[0.0] * 12]), "not an array"),
         (spoiled(gradients=np.full((1, 12), math.nan)), "not finite"),
         (spoiled(gradients=np.full((1, 12), -math.inf, np.float32)), "not finite"),
         (spoiled(gradients=np.zeros((1, 11))), "shape (1, 11) instead of (1, 12)"),
@@ -98,7 +98,7 @@ def answers(value: Any) -> Callable[[str, int, Any], Any]:
         (spoiled(gradients=np.array([[None] * 12])), "not of floating-point numbers"),
         (
             spoiled(gradients=np.broadcast_to(np.float64(0), 2**27)),
-            "too large",
+            "shape (134217728,) instead of (1, 12)",
         ),  # a gigabyte, if it were written out
         (spoiled(step=-1), "of another step"),
         (spoiled(step=1), "of another step"),
@@ -182,7 +182,7 @@ def test_a_site_that_is_lost_costs_one_timeout_in_all(
         sites.silent = {"peer 2"} if step >= 2 else set()
         made.gradients(x, step, TAU)
     assert given == [9.0, 3.0, 3.0, 3.0, 3.0]
-    made._took = dict.fromkeys(made._took, 2.0)  # as of a site with a large table
+    made._liveness.took = dict.fromkeys(made._liveness.took, 2.0)  # as of a site with a large table
     made.gradients(x, 5, TAU)
     assert given[-1] == 8.0
 

@@ -28,14 +28,14 @@ from torch import Tensor
 
 import coterie
 from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.remote.engine import Remote
+from coterie.engines.remote.masked import MASKED
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalReplies, LocalSites
-from coterie.engines.requests import Request
 from coterie.errors import CoterieError, KnobError, MaskError
 from coterie.privacy.keys import Giving, Identity
-from coterie.privacy.masked_sums import MASKED
 from coterie.privacy.masks import Agreement, Masks, digest_of, total
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -246,7 +246,7 @@ def test_what_cannot_be_added_costs_a_step(bad: float, told: str) -> None:
     fine = peer._gradients
     spoiled = lambda request, added=None: (torch.full((1, 12), bad, dtype=torch.float64), 4)  # noqa: E731
     for step, given in enumerate([spoiled, fine, spoiled, spoiled, fine]):
-        peer._gradients = given  # type: ignore[assignment]
+        peer._gradients = given  # type: ignore[method-assign]
         g = made.gradients(X, step, tau_of(4))
         assert g.peers is not None
         if step == 1:

@@ -40,6 +40,25 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+def test_steps_in_blocks_go_on_to_the_next_evaluation(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ManyLoop, "_captured", lambda loop, *_: Captured(StackBlock(loop.program, undone=False))
+    )
+    taken, advance = [], Captured.advance
+
+    def noted(captured: Captured, most: int) -> list[float] | None:
+        losses = advance(captured, most)
+        taken.append(0 if losses is None else len(losses))
+        return losses
+
+    monkeypatch.setattr(Captured, "advance", noted)
+    spec = run_of(make_users(), WeightedAveraging(0.5), steps=12, evaluate_every=6)
+    coterie.train_many([spec, replace(spec, seed=1)])
+    assert taken == [0, 5, 6]  # the first step, in which optimizers make their state, by itself
+
+
 @pytest.mark.parametrize(
     ("kind", "in_blocks"),
     [*((kind, False) for kind in OPTIMIZERS), ("momentum", True), ("groups", True)],
@@ -49,7 +68,7 @@ def test_every_rule_and_optimizer_gives_the_runs_of_train(
 ) -> None:
     if in_blocks:  # as on a GPU
         monkeypatch.setattr(
-            ManyLoop, "_captured", lambda loop: Captured(StackBlock(loop.program, undone=False))
+            ManyLoop, "_captured", lambda loop, *_: Captured(StackBlock(loop.program, undone=False))
         )
     one, other = (
         make_users(),

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 
-from coterie.benchmark.population import Population
 from coterie.benchmark.sets.user_set import register_set
+from coterie.benchmark.tasks import Population
 
 LENGTH = 10
 """Characters in an example.
@@ -33,7 +33,7 @@ ALPHABET = "\n !',-.:;?abcdefghijklmnopqrstuvwxyz"
     files=("shakespeare.zip",),
     source="github.com/nltk/nltk_data (packages/corpora/shakespeare.zip)",
 )
-def read(folder: Path) -> Population:
+def shakespeare(folder: Path) -> Population:
     """Read the plays in `shakespeare.zip`: SPEECH elements of SPEAKERs and LINEs."""
     spoken = speeches(folder / "shakespeare.zip")
     number = {character: i for i, character in enumerate(ALPHABET)}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from coterie.benchmark.population import Population
+from coterie.benchmark.tasks import Population
 from coterie.errors import DataError
 from coterie.registry import Registry
 from coterie.tables.models import linear, mlp

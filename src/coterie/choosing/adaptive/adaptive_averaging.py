@@ -6,6 +6,7 @@ Whom to listen to, and until when, found from user 0's own examples while it tra
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from coterie.choosing.adaptive.adaptive_learner import (
 )
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations, split
 from coterie.choosing.chooser import Algorithm, RuleChoice, check_local_steps
+from coterie.choosing.memory import SKETCH, MemoryPlan
 from coterie.choosing.mixture import gradients_of_a_fit
 from coterie.engines.asking import OwnUser, asking
-from coterie.engines.capabilities import require
-from coterie.engines.engine import Engine
+from coterie.engines.engine import Engine, Stackable, require
 from coterie.errors import KnobError, ModelError
 from coterie.gradients.norm_bound import FACTOR
 from coterie.gradients.parameters import Parameters
@@ -31,7 +32,7 @@ from coterie.mixture.candidates import JUDGING
 from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs
 from coterie.rules import Alone
-from coterie.rules.knobs import weights_over
+from coterie.rules.rule import weights_over
 from coterie.rules.streams import StreamAveraging
 
 FOLDS = 4
@@ -99,7 +100,7 @@ class AdaptiveAveraging(Algorithm):
     rates: tuple[float, ...] | None = None
     linear: bool = True
 
-    guards_itself = plans_by_steps = True
+    guards_itself = plans_by_steps = keeps_memory = True
 
     def __post_init__(self) -> None:
         if self.rates is not None:
@@ -204,28 +205,38 @@ class AdaptiveAveraging(Algorithm):
         costs: Costs,
     ) -> AdaptiveLearner:
         """Return the learner of a run that is prepared."""
-        folds, parts = self.parts(spec)
+        settings, most = self.settings(spec), self._n_folds(spec)
+        here = isinstance(engine, Stackable) and engine.capabilities.not_stacked is None
+        plan = MemoryPlan.of(spec, most, len(settings), whole=not here)
+        folds, parts = self.parts(spec, plan.folds)
         try:
             me = OwnUser(
                 spec.model, spec.loss, spec.me, spec.batch_size, spec.seed, spec.forward_options
             )
-            points = asking(engine, me, parts)
+            points, own = asking(engine, me, parts), None
+            if plan.one_by_one:
+                points.sketched = SKETCH and max(1, min(SKETCH, points.d // 2))
+                own = asking(me.engine(torch.ones_like(parts[0])), me, parts)
         except ModelError as error:  # with all examples it was tried before
             raise ModelError(
                 f"{error}. Adaptive averaging trains on parts of the {len(spec.me)} own examples"
                 f" too, the least of {int(parts.sum(1).min())}; give more own examples, or a rule"
                 " such as `Alone()`"
             ) from error
-        looks = HeldOutEvaluations(spec, points, folds, single=self.single)
-        settings = self.settings(spec)
-        return AdaptiveLearner(spec, engine, costs, looks, settings, linear=self.linear)
+        looks = HeldOutEvaluations(spec, points, folds, single=self.single, most=plan.points)
+        settled: dict[str, Any] = {
+            "linear": self.linear,
+            "own": own,
+            "told": plan.account(spec, most),
+        }
+        return AdaptiveLearner(spec, engine, costs, looks, settings, **settled)
 
-    def parts(self, spec: RunSpec) -> tuple[Tensor, Tensor]:
+    def parts(self, spec: RunSpec, count: int) -> tuple[Tensor, Tensor]:
         """Return the fold of each own example, (n,), and which examples copies see, (P, n).
 
         All, all but each.
         """
-        folds = split(spec.me, self._n_folds(spec), spec.seed)
+        folds = split(spec.me, count, spec.seed)
         blind = folds != torch.arange(int(folds.max()) + 1)[:, None]
         return folds, torch.cat([torch.ones(1, len(folds), dtype=torch.bool), blind])
 

@@ -19,7 +19,7 @@ the rows that they did not see (`evaluations`). This file takes the steps of all
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -32,9 +32,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.closed_form import CLOSED_FORM, LAST_LAYER, ClosedForms
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
+from coterie.choosing.adaptive.own_paths import OwnPath, OwnPaths
 from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
 from coterie.choosing.e_steps import ESteps
 from coterie.choosing.mixture import A_FIT, account_of
+from coterie.engines.asking import GradientsAtPoints
 from coterie.engines.engine import Answers, Engine, Question
 from coterie.gradients.gradients import gave_nothing
 from coterie.gradients.parameters import copied, load_trained_state, trained_state
@@ -150,10 +152,12 @@ class AdaptiveLearner(Learner):
         settings: Sequence[OwnSetting],
         *,
         linear: bool = True,
+        own: GradientsAtPoints | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(spec, engine, costs)
         self.looks, self.points = looks, looks.points
-        self.linear = linear
+        self.linear, self.own, self.told = linear, own, told or {}
         self.tau_of_prior, self.exchanges = np.zeros(0), 0
         # the parts of `points`: all own examples, then all but each fold
         self.n_folds = int(looks.folds.max()) + 1
@@ -166,14 +170,23 @@ class AdaptiveLearner(Learner):
         # the part of the own examples that each copy of alone, and of the branch, sees
         self.parts = [*range(self.n_folds + 1)] * len(self.settings)
         self.judging = [*range(1, self.n_folds + 1)]  # the part that judges each trunk
-        self.alone = self._own_stack(start[:d].expand(len(self.parts), -1))
+        self.alone: Stack | None = None
         self.branch: Stack | None = None
         self.peers = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
-        stacks = {"alone": self.alone, "peers": self.peers}
+        stacks = {"peers": self.peers}
+        self.paths: list[OwnPaths] = []  # in the place of the two stacks of own copies
+        self.ends = start[:0]  # where the trunks and pooled were at the fork, for these
+        if own is None:
+            self.alone = self._own_stack(start[:d].expand(len(self.parts), -1))
+            stacks["alone"] = self.alone
+        else:
+            after = self.schedule.evaluations - {0}
+            self.paths.append(self._own_paths("alone", (0, spec.steps), after, lambda _: start))
         self.buffers = {
             name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()
         }
-        self.origins = torch.zeros_like(self.alone.x)  # towards which the branch is held back
+        copies = 0 if self.alone is None else len(self.alone.x)
+        self.origins = start.new_zeros(copies, d)  # towards which the branch is held back
         decays = [each.decay for each in self.settings]
         self.decays = self.x.new_tensor(decays).repeat_interleave(self.n_folds + 1)[:, None]
         self._collect()
@@ -207,6 +220,33 @@ class AdaptiveLearner(Learner):
             held += [(spec, 1)] * count if apart else [(spec, count)]
         return Stack(x.clone(), held)
 
+    def _own_paths(
+        self,
+        kind: str,
+        span: tuple[int, int],
+        judged: frozenset[int],
+        begin: Callable[[OwnPath], Tensor],
+    ) -> OwnPaths:
+        """Return the paths of all settings, blind copies first, one after the other."""
+        if self.own is None:
+            raise AssertionError("copies are followed in parallel")
+        paths = [
+            OwnPath(
+                kind + " from pooled" * (kind == "branch" and each.from_pooled), *each[:2], part
+            )
+            for each in self.settings
+            for part in (*self.judging, 0)
+        ]
+        return OwnPaths(
+            self.spec, self.own, self.looks, paths, span=span, judged=judged, begin=begin
+        )
+
+    def _branch_origin(self, path: OwnPath) -> Tensor:
+        """Return where a path of the branch begins: from its trunk, the mean of them, or pooled."""
+        if path.kind != "branch":
+            return self.ends[-1]
+        return self.ends[path.part - 1] if path.part else self.ends[:-1].mean(0)
+
     def question(self) -> Question:
         """Return what the next step asks.
 
@@ -217,10 +257,10 @@ class AdaptiveLearner(Learner):
         points, judges = self._points("peers"), self.step in self.schedule.judging
         in_trunk = self.step < self.schedule.half
         weights = self.trunk_weights if in_trunk else self.pooled_weights
-        own, parts = [self._points("alone")], self.parts
+        own = [self._points("alone")] if self.alone is not None else []
         if self.branch is not None:
             own.append(self._points("branch"))
-            parts = parts * 2
+        parts = self.parts * len(own)
         if self.buffers["peers"].shape[1]:  # running statistics are those of the own examples
             own.append(points)
             parts = [*parts, *([*self.judging, 0] if in_trunk else [0])]
@@ -230,23 +270,29 @@ class AdaptiveLearner(Learner):
         if not self._asks:
             points, weights = points[:0], self._nobody
         each = self.judging if judges else ()
-        return Question(torch.cat([points, *own]), self.step, weights, own=parts, each=each)
+        into = None if own or not self._asks else self.peers.direction
+        points = torch.cat([points, *own]) if own else points
+        return Question(points, self.step, weights, own=parts, each=each, into=into)
 
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step of all copies that the answers make; asked for here when None."""
+        rates = self.optimizer if isinstance(self.scheduler, ReduceLROnPlateau) else None
+        for paths in self.paths:
+            paths.follow(self.step, rates)
         answers = self.points.ask(self.question()) if answers is None else answers
         asked = len(self.peers.x) if self._asks else 0
         given, losses = cast("Tensor", answers.sums), cast("Tensor", answers.losses)
         own, sums, answered = given[asked:], given[:asked], answers.answered
+        mine, loss = (self.paths[0].own, self.paths[0].loss) if self.paths else (own[0], losses[0])
         if not self._asks and self.last_exchange is not None:  # between exchanges: the last sums
             sums, answered = self.last_exchange["sums"], self.last_exchange["answered"]
         if not self._asks or answers.judged is None:
             take = partial(self._take, answers, own, sums, answered)
-            return NextStep(own[0], losses[0], answers.left_out if self._asks else {}, take)
+            return NextStep(mine, loss, answers.left_out if self._asks else {}, take)
         bounded, names = self.spec.norm_bound is not None, self.engine.names
         near = WithoutOutliers.of(answers, self.longest[:-1], bounded=bounded, names=names)
         take = partial(self._take_judging, answers, own, sums, near)
-        return NextStep(own[0], losses[0], near.left_out, take)
+        return NextStep(mine, loss, near.left_out, take)
 
     def _take_judging(
         self, answers: Answers, own: Tensor, sums: Tensor, near: WithoutOutliers
@@ -280,19 +326,18 @@ class AdaptiveLearner(Learner):
             self.last_exchange = {"sums": sums.clone(), "answered": answered.clone()}
         self.direct(own, sums, answered)
         if self.buffers["peers"].shape[1] and answers.buffers is not None:
-            ends = [len(each) for each in self.buffers.values()]
-            alone, *branch, peers = torch.split(answers.buffers, [*ends[:1], *ends[2:], ends[1]])
-            self.buffers |= {"alone": alone, "peers": peers} | (
-                {"branch": branch[0]} if branch else {}
-            )
+            names = [name for name in ("alone", "branch", "peers") if name in self.buffers]
+            ends = [len(self.buffers[name]) for name in names]
+            self.buffers |= dict(zip(names, torch.split(answers.buffers, ends), strict=True))
 
     def direct(self, own: Tensor, sums: Tensor, answered: Tensor) -> None:
         """Write the directions of all copies.
 
         The peers' sums, or nothing where they are far too long; own gradients with weight decay.
         """
-        copies = len(self.alone.x)
-        torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
+        copies = 0 if self.alone is None else len(self.alone.x)
+        if self.alone is not None:
+            torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
         answered = answered.clamp(min=1e-12)
         near = sums.norm(dim=-1) <= self.longest * answered
         torch.div(
@@ -322,6 +367,8 @@ class AdaptiveLearner(Learner):
 
     def block(self) -> StackBlock | str:
         """Return the steps between two Gram matrices, evaluations or forks, which are the same work."""
+        if self.own is not None:
+            return "copies follow the own examples one after the other"
         if self.exchange_every > 1:
             return "not all steps are alike with `exchange_every`"
         why = self.points.why_not_captured or why_not_capturable(self.optimizer)
@@ -342,7 +389,7 @@ class AdaptiveLearner(Learner):
         """Return the numbers of a step: none."""
         return []
 
-    def directions(self, drawn: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+    def directions(self, drawn: Sequence[Tensor], numbers: Tensor) -> Tensor:
         """Write the directions of all copies on the examples drawn; return user 0's loss."""
         answers = self.points.on(self.question(), drawn[0])
         sums, asked = cast("Tensor", answers.sums), len(self.peers.x)
@@ -371,7 +418,12 @@ class AdaptiveLearner(Learner):
             [float(self.peer_weights.by_size @ self.peer_weights.bounds())]
         )
         self.buffers["peers"] = held[trunks:].clone()
-        if followed_any:
+        if followed_any and self.own is not None:
+            self.ends = torch.cat([x, held], 1) if held.shape[1] else x
+            span = self.schedule.half, self.spec.steps
+            after = frozenset(each for each in self.schedule.evaluations if each >= span[0])
+            self.paths.append(self._own_paths("branch", span, after, self._branch_origin))
+        elif followed_any:
             rows = [[*range(trunks)], *([q] for q in range(trunks))], [[trunks]] * (trunks + 1)
             begin = [row for each in self.settings for row in rows[each.from_pooled]]
             self.origins = torch.stack([x[row].mean(0) for row in begin])
@@ -398,7 +450,11 @@ class AdaptiveLearner(Learner):
 
     def _look(self) -> None:
         """Judge all copies that are candidates."""
-        kinds = {"alone": self._by_setting("alone")}
+        kinds = {}
+        if self.alone is not None:
+            kinds["alone"] = self._by_setting("alone")
+        elif not self.step:  # from then on its paths add their points
+            kinds["alone"] = self.points.start().expand(len(self.settings), 1, -1)
         if self.branch is not None:
             from_pooled = [each.from_pooled for each in self.settings]
             branch, wanted = self._by_setting("branch"), torch.tensor(from_pooled)
@@ -466,6 +522,7 @@ class AdaptiveLearner(Learner):
                 "messages": sum(each.messages for each in travelled.values()),
                 "bytes": mine.bytes_sent + mine.bytes_received,
             },
+            **self.told,
         }
 
     def _points(self, of: Literal["alone", "peers", "branch"]) -> Tensor:
@@ -478,9 +535,10 @@ class AdaptiveLearner(Learner):
 
     def _count(self, n: int) -> None:
         """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
-        own, weights = len(self.alone.x), self._weights
+        own, weights = len(self.parts), self._weights
         if self.step >= self.schedule.half:
-            own, weights = own * (1 + (self.branch is not None)), weights[-1:]
+            branches = self.branch is not None or len(self.paths) > 1
+            own, weights = own * (1 + branches), weights[-1:]
         elif self.step in self.schedule.judging:  # everybody is asked at every trunk
             weights = [*[np.ones(len(self.engine.names))] * self.n_folds, self._pooled]
         self.costs.compute([self.costs.me], times=own * n)
@@ -500,7 +558,9 @@ class AdaptiveLearner(Learner):
             "half": self.schedule.half,
             **self.peer_weights.state_dict(),
             "model": trained_state(self.model),
-            "alone": self.alone.state_dict(),
+            "alone": self.alone and self.alone.state_dict(),
+            "own_paths": [each.state_dict() for each in self.paths],
+            "ends": self.ends,
             "peers": self.peers.state_dict(),
             "branch": self.branch and self.branch.state_dict(),
             "paths": self.looks.state_dict(),
@@ -516,12 +576,20 @@ class AdaptiveLearner(Learner):
         self.schedule = replace(self.schedule, half=state["half"])
         load_trained_state(self.model, state["model"])
         self.peers = Stack.of(self.spec, state["peers"]["x"].to(self.x))
-        self.alone.load_state_dict(state["alone"])
+        if self.alone is not None:
+            self.alone.load_state_dict(state["alone"])
         self.peers.load_state_dict(state["peers"])
         self.branch = None if state["branch"] is None else self._own_stack(state["branch"]["x"])
         if self.branch is not None:
             self.branch.load_state_dict(state["branch"])
         self._collect()
+        self.ends, after = state["ends"].to(self.x), self.schedule.evaluations
+        if len(state["own_paths"]) > len(self.paths):
+            span = self.schedule.half, self.spec.steps
+            after = frozenset(each for each in after if each >= span[0])
+            self.paths.append(self._own_paths("branch", span, after, self._branch_origin))
+        for paths, saved in zip(self.paths, state["own_paths"], strict=True):
+            paths.load_state_dict(saved)
         self.buffers, self.last_exchange = dict(state["buffers"]), state["last_exchange"]
         self.origins, self.longest = (state[name].to(self.x) for name in ("origins", "longest"))
         self.peer_weights.load_state_dict(state)

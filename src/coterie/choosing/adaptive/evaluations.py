@@ -3,7 +3,8 @@
 They are mixed as those of the closed form are; see `coterie.mixture.mixing`.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -56,17 +57,26 @@ class HeldOutEvaluations:
         points: what passes examples through the model at points.
         folds: of each own row, (n,).
         single: serve the best candidate in the place of the mixture.
+        most: how many points are kept at most; all that may be served when None.
     """
 
     def __init__(
-        self, spec: RunSpec, points: GradientsAtPoints, folds: Tensor, *, single: bool = False
+        self,
+        spec: RunSpec,
+        points: GradientsAtPoints,
+        folds: Tensor,
+        *,
+        single: bool = False,
+        most: int | None = None,
     ) -> None:
+        self.most = most
         self.spec, self.points, self.folds_of_all = spec, points, folds.numpy()
         judges = sample_of(len(folds))
         self.folds, self.rows = self.folds_of_all[judges], some_of(spec.me.examples, judges)
         self.paths: dict[str, Trajectory] = {}
         self.closed = list[Candidates]()  # what has a closed form
         self.trunk: Tensor | None = None  # the point behind whose layers some of these are
+        self._behind: nn.Module | None = None  # the model there
         rows, validation = self.rows, spec.me.validation
         outputs = None  # of a loss that has no family they may be anything
         if family_of(spec.loss) is not None:
@@ -77,7 +87,7 @@ class HeldOutEvaluations:
         self.held_out = np.zeros((0, k)) if validation is None else self._targets(validation, k)
         self.single = single or self.family is LOSS  # else nothing says how to mix predictions
         self.temperatures = TEMPERATURES if self.family.name in ("softmax", "logistic") else (1.0,)
-        self._fitted: tuple[int, Fitted] | None = None
+        self._fitted: Fitted | None = None  # of the candidates there are
 
     def add(self, copies: Mapping[str, Tensor]) -> None:
         """Judge the points of each kind's copies, (settings, copies, numbers of a point).
@@ -89,22 +99,33 @@ class HeldOutEvaluations:
         for kind, points in copies.items():
             if not len(points):
                 continue
-            every, path = points.flatten(0, 1), self.paths.setdefault(kind, Trajectory())
-            given = self._judged(every, self.rows)
+            given = self.judged(points.flatten(0, 1), self.rows)
             given = given.reshape(*points.shape[:2], *given.shape[1:])
             blind = given[:, 1 + self.folds, n] if points.shape[1] > 1 else given[:, 0]
             held_out = np.zeros((len(points), *self.held_out.shape))
             if self.spec.me.validation is not None:
-                held_out = self._judged(points[:, 0], self.spec.me.validation)
+                held_out = self.judged(points[:, 0], self.spec.me.validation)
             for point, own, further in zip(points[:, 0], blind, held_out, strict=True):
-                if np.isfinite(own).all() and np.isfinite(further).all():
-                    path.points.append(point.clone())
-                    path.outputs.append(own)
-                    path.held_out.append(further)
-                    path.evidence.append(
-                        np.array([self._evidence(own / t, further / t) for t in self.temperatures])
-                    )
+                self._add(kind, point, own, further)
         self._forget()
+
+    def add_point(self, kind: str, point: Tensor, own: Array) -> None:
+        """Take up a point, by the outputs that copies blind to each own row gave for it, (n, K)."""
+        held_out = np.zeros(self.held_out.shape)
+        if self.spec.me.validation is not None:
+            held_out = self.judged(point[None], self.spec.me.validation)[0]
+        self._add(kind, point, own, held_out)
+        self._forget()
+
+    def _add(self, kind: str, point: Tensor, own: Array, further: Array) -> None:
+        path = self.paths.setdefault(kind, Trajectory())
+        if np.isfinite(own).all() and np.isfinite(further).all():
+            path.points.append(point.clone())
+            path.outputs.append(own)
+            path.held_out.append(further)
+            path.evidence.append(
+                np.array([self._evidence(own / t, further / t) for t in self.temperatures])
+            )
 
     def _evidence(self, own: Array, further: Array) -> float:
         return float(
@@ -137,6 +158,7 @@ class HeldOutEvaluations:
         Losses of a point do not change, so that its share of its half of the mixture, and of its
         kind, only falls. A kind by itself is served where its loss on the test set is told.
         """
+        self._fitted = None
         weights = {kind: each for kind, each in self.weights().items() if len(each)}
         if not weights:
             return
@@ -156,6 +178,28 @@ class HeldOutEvaluations:
                     None if weight < least and not self._is_linear else kept
                     for weight, kept in zip(each.tolist(), path.points, strict=True)
                 ]
+        if self.most is not None:
+            self._keep_best(weights, groups, self.most)
+
+    def _keep_best(
+        self, weights: Mapping[str, Array], groups: Sequence[Sequence[str]], most: int
+    ) -> None:
+        """Leave so many points, and the best of each group; the others are no candidates any more."""
+        ranked = sorted(
+            (
+                (float(weight), kind, at)
+                for kind in weights
+                for at, weight in enumerate(weights[kind])
+            ),
+            reverse=True,
+        )
+        held = [(kind, at) for _, kind, at in ranked if self.paths[kind].points[at] is not None]
+        firsts = (next((one for one in held if one[0] in group), None) for group in groups)
+        dropped = {*held} - {*held[:most], *firsts}
+        for kind in {kind for kind, _ in dropped}:
+            path = self.paths[kind]
+            for each in vars(path).values():
+                each[:] = [one for at, one in enumerate(each) if (kind, at) not in dropped]
 
     @property
     def _is_linear(self) -> bool:
@@ -163,10 +207,9 @@ class HeldOutEvaluations:
 
     def fitted(self) -> Fitted:
         """Return the mixture of all candidates, and that of each kind."""
-        many = sum(len(path.points) for path in self.paths.values()) + len(self.closed)
-        if self._fitted is None or self._fitted[0] != many:
-            self._fitted = many, self._mixed()
-        return self._fitted[1]
+        if self._fitted is None:
+            self._fitted = self._mixed()
+        return self._fitted
 
     def _mixed(self) -> Fitted:
         blocks = [self._block(kind, path) for kind, path in self.paths.items() if path.points]
@@ -178,13 +221,8 @@ class HeldOutEvaluations:
             single=self.single,
             temperature=TEMPERATURE,
         )
-        guess = entries.get("constant")
-        is_constant = guess is not None and bool(served.losses.mean() > guess.losses.mean())
-        return Fitted(
-            served if guess is None or not is_constant else guess,
-            *(alone, entries, np.zeros(0), int(self.folds.max()) + 1),
-            is_constant=is_constant,
-        )
+        folds = int(self.folds.max()) + 1
+        return Fitted.of(served, alone, entries, np.zeros(0), folds=folds, family=self.family)
 
     def _block(self, kind: str, path: Trajectory) -> Candidates:
         """Return the candidates of a kind: each point at each temperature."""
@@ -250,7 +288,7 @@ class HeldOutEvaluations:
         """Return the losses of what an entry of the leaderboard serves."""
         return np.asarray(example_losses(self.model(entry), self.spec.loss, examples).numpy())
 
-    def _judged(self, points: Tensor, examples: Examples) -> Array:
+    def judged(self, points: Tensor, examples: Examples) -> Array:
         """Return the outputs at each point for each row, (R, n, K); losses where there is no family."""
         if self.family is LOSS:
             return np.asarray(self.points.losses(points, examples).numpy())[..., None]
@@ -279,9 +317,10 @@ class HeldOutEvaluations:
 
     def find_closed(self, forms: ClosedForms, e_steps: ESteps, trunk: Tensor | None) -> None:
         """Find what has a closed form; the last layer behind those of a model at `trunk`."""
+        self._fitted = None
         self.closed = forms.of_inputs(e_steps)
         if trunk is not None and linear_of(self.spec.model) is None:
-            self.trunk = trunk.clone()
+            self.trunk, self._behind = trunk.clone(), None
             of_last = forms.of_last_layer(self._model(trunk), e_steps, self.with_last_layer)
             self.closed += of_last
 
@@ -289,9 +328,14 @@ class HeldOutEvaluations:
         """Return the model at `trunk` with another last layer."""
         if self.trunk is None:
             raise AssertionError("last layers are behind a trunk")
-        model = self._model(self.trunk)
-        layer = model.get_submodule(last_layer(model))
-        give(cast("nn.Linear", layer), parameters)
+        if self._behind is None:
+            self._behind = self._model(self.trunk)
+        name = last_layer(self._behind)
+        own = {id(each) for each in self._behind.get_submodule(name).parameters()}
+        # all are behind the same layers, which are held once
+        shared = {id(each): each for each in self._behind.parameters() if id(each) not in own}
+        model = copy.deepcopy(self._behind, shared)
+        give(cast("nn.Linear", model.get_submodule(name)), parameters)
         return model
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,6 +348,7 @@ class HeldOutEvaluations:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up saved candidates."""
+        self._fitted = None
         self.paths = {kind: Trajectory(**_taken(path)) for kind, path in state["paths"].items()}
         self.trunk = state["trunk"]
         self.closed = [Candidates(**_taken(block)) for block in state["closed"]]

@@ -1,7 +1,7 @@
-"""Options in groups: a group is a dataclass whose fields are options, and a panel of the command's help.
+"""Options of a command: the arguments of its function, or the fields of dataclasses, each a panel of the help.
 
-A field is annotated with typer's `Option` or `Argument`, or has the `Setting` of a description that
-it inherits.
+What an option does is said as `coterie.arguments` has it, under `Args:` in the docstring. An
+annotation with typer's `Option` or `Argument` says what else there is to it.
 """
 
 import copy
@@ -9,17 +9,19 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typer import Option
+from typer.core import TyperCommand
+from typer.models import ParameterInfo
 
-from coterie.arguments import Setting, default_of
+from coterie.arguments import default_of, documented
 from coterie.errors import KnobError
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes every option of its groups by itself, as typer wants them.
+    """Return a command that takes every option by itself, as typer wants them.
 
     The panel of a group is the first line of its docstring, unless an option names another. A list
     is empty where its option is left out.
@@ -28,9 +30,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         >>> from dataclasses import dataclass
         >>> @dataclass
         ... class Table:
-        ...     '''The table.'''
-        ...     data: Annotated[str, Option(help="A file.")]
-        ...     sep: Annotated[str, Option(help="What is between columns.")] = ","
+        ...     '''The table.
+        ...
+        ...     Args:
+        ...         data: A file.
+        ...         sep: What is between columns.
+        ...     '''
+        ...     data: str
+        ...     sep: str = ","
         >>> @grouped
         ... def show(table: Table) -> None:
         ...     print(table)
@@ -39,8 +46,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         >>> list(inspect.signature(show).parameters)
         ['data', 'sep']
     """
-    groups = {name: group for name, group in get_type_hints(command).items() if name != "return"}
-    parameters = [parameter for group in groups.values() for parameter in _parameters(group)]
+    kinds = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
+    groups: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+    described: list[Any] = [*groups.values()] or [command]
+    parameters = [parameter for each in described for parameter in _parameters(each)]
 
     @functools.wraps(command)
     def flat(**options: Any) -> None:
@@ -48,29 +57,48 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             name: group(**{f.name: options[f.name] for f in fields(group)})
             for name, group in groups.items()
         }
-        command(**made)
+        command(**made or options)
 
     required = sorted(parameters, key=lambda each: each.default is not each.empty)
     flat.__signature__ = inspect.Signature(required)  # type: ignore[attr-defined]  # what `inspect` looks for
     flat.__annotations__ = {each.name: each.annotation for each in required}
+    flat.__doc__ = (inspect.getdoc(command) or "").partition("\nArgs:\n")[0]
     return flat
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    panel = (inspect.getdoc(group) or "").partition("\n")[0].rstrip(".")
-    hints = get_type_hints(group, include_extras=True)
+def _parameters(described: Any) -> list[inspect.Parameter]:
+    """Return the options of a group, or of a command without groups."""
+    hints, about, panel = (
+        get_type_hints(described, include_extras=True),
+        documented(described),
+        None,
+    )
+    if is_dataclass(described):
+        panel = (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
+        defaults = {each.name: default_of(each) for each in fields(described)}
+    else:
+        defaults = {k: each.default for k, each in inspect.signature(described).parameters.items()}
     parameters = []
-    for field in fields(group):
-        kind, note = get_args(hints[field.name])
+    for name, default in defaults.items():
+        kind, *notes = get_args(hint) if get_origin(hint := hints[name]) is Annotated else [hint]
         kind, again = _as_options(kind)
-        help_ = note.help + (" Repeat it." if again else "") if isinstance(note, Setting) else ""
-        option = Option(help=help_) if isinstance(note, Setting) else copy.copy(note)
+        given = next((note for note in notes if isinstance(note, ParameterInfo)), Option())
+        option = copy.copy(given)
+        option.help = given.help or about[name] + (" Repeat it." if again else "")
+        if kind is bool and given.default is ...:  # where typer keeps a name that is given
+            option.param_decls = _flags(name, default)
         option.rich_help_panel = option.rich_help_panel or panel
         annotation = Annotated[kind, option]  # type: ignore[valid-type]  # made as the program runs
-        default = "" if kind is str and default_of(field) == () else default_of(field)
+        default = "" if kind is str and default == () else default  # noqa: PLW2901  # as typer wants it
         made: Any = {"default": default, "annotation": annotation}
-        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **made))
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **made))
     return parameters
+
+
+def _flags(name: str, default: object) -> tuple[str, ...]:
+    """Return what turns a flag on, and off where it is on if left out."""
+    option = option_of(name)
+    return (f"{option}/--no-{option[2:]}" if default else option,)
 
 
 def _as_options(kind: Any) -> tuple[Any, bool]:
@@ -111,3 +139,25 @@ def bare_flags(options: list[Any]) -> list[Any]:
         if getattr(option, "is_flag", False):
             option.metavar = ""
     return options
+
+
+class Command(TyperCommand):
+    """A command whose help lists the names that are registered when it is shown, the user's own among them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, `--help` among them."""
+        return bare_flags(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        from coterie.cli.options.registered import NAMES  # which imports all that has a name
+
+        options: list[Any] = [option for option in self.params if getattr(option, "help", None)]
+        texts = [option.help for option in options]
+        for option in options:
+            for mark in filter(option.help.__contains__, NAMES):
+                option.help = option.help.replace(mark, ", ".join(NAMES[mark]))
+        super().format_help(ctx, formatter)
+        # more may be registered before the next time
+        for option, text in zip(options, texts, strict=True):
+            option.help = text

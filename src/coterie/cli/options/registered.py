@@ -3,60 +3,34 @@
 import ast
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typer import Option
-from typer.core import TyperCommand
 
 from coterie.aggregators import AGGREGATORS, Aggregator
 from coterie.arguments import settings_of
-from coterie.cli.options.groups import bare_flags
 from coterie.data.table import ColumnSettings
+from coterie.engines.attacks import ATTACKS
 from coterie.errors import KnobError, did_you_mean
 from coterie.evaluation import METRICS
 from coterie.methods import METHODS
-from coterie.registry import Computed, Entry, Registry
+from coterie.registry import Computed, Entry
 from coterie.rules import RULES
-from coterie.training.trackers import TRACKERS
+from coterie.training.hooks import TRACKERS
 
 CONTAINERS: dict[Any, Any] = {
-    tuple: Sequence,
-    list: Sequence,
-    Sequence: Sequence,
-    Mapping: Mapping,
-    dict: Mapping,
+    **dict.fromkeys((tuple, list, Sequence), Sequence),
+    **dict.fromkeys((Mapping, dict), Mapping),
 }
 """What a knob's type is called, and what is written for it."""
 
-REGISTRIES: dict[str, Registry[Any]] = {"{rules}": RULES, "{methods}": METHODS}
-REGISTRIES |= {"{metrics}": METRICS, "{trackers}": TRACKERS}
-"""What stands for the names of a registry in the help of an option."""
-
-
-class Command(TyperCommand):
-    """A command whose help lists the names that are registered when it is shown, the user's own among them."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options, `--help` among them."""
-        return bare_flags(super().get_params(ctx))
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
-        options: list[Any] = [option for option in self.params if getattr(option, "help", None)]
-        texts = [option.help for option in options]
-        for option in options:
-            for mark, registry in REGISTRIES.items():
-                option.help = (
-                    option.help.replace(mark, ", ".join(registry))
-                    if mark in option.help
-                    else option.help
-                )
-        super().format_help(ctx, formatter)
-        # more may be registered before the next time
-        for option, text in zip(options, texts, strict=True):
-            option.help = text
+NAMES: Mapping[str, Iterable[str]] = {
+    **{"{rules}": RULES, "{methods}": METHODS, "{attacks}": ATTACKS},
+    **{"{metrics}": METRICS, "{trackers}": TRACKERS},
+}
+"""What stands for names that are known in the help of an option."""
 
 
 ID = Option("--id", metavar="COLUMN", help=settings_of(ColumnSettings)["ids"].help)
@@ -64,40 +38,21 @@ ID = Option("--id", metavar="COLUMN", help=settings_of(ColumnSettings)["ids"].he
 
 @dataclass(frozen=True, kw_only=True)
 class KnobOptions:
-    """A rule or a method, with its knobs."""
+    """A rule or a method, with its knobs.
+
+    Args:
+        alpha: The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the
+            theory advises for the noise and bias that a few batches show before the first step.
+        beta: How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto: as
+            for --alpha.
+        knob: Any knob of the rule or method, e.g. aggregator=median, or local_steps=5; repeat
+            it.
+    """
 
     rule: Annotated[str, Option(metavar="NAME")] = "auto"
-    alpha: Annotated[
-        str | None,
-        Option(
-            metavar="NUMBER|auto",
-            help=(
-                "The peers' weight, for wga and bc, in [0, 1]; 0.5 if left out. auto: what the"
-                " theory advises for the noise and bias that a few batches show before the first"
-                " step."
-            ),
-        ),
-    ] = None
-    beta: Annotated[
-        str | None,
-        Option(
-            metavar="NUMBER|auto",
-            help=(
-                "How fast bc's estimate of the bias follows, in [0, 1]; 0.01 if left out. auto: as"
-                " for --alpha."
-            ),
-        ),
-    ] = None
-    knob: Annotated[
-        list[str],
-        Option(
-            metavar="NAME=VALUE",
-            help=(
-                "Any knob of the rule or method, e.g. aggregator=median, or local_steps=5;"
-                " repeat it."
-            ),
-        ),
-    ] = field(default_factory=list)
+    alpha: Annotated[str | None, Option(metavar="NUMBER|auto")] = None
+    beta: Annotated[str | None, Option(metavar="NUMBER|auto")] = None
+    knob: Annotated[list[str], Option(metavar="NAME=VALUE")] = field(default_factory=list)
 
 
 def knobs_of(entry: Entry[Any], pairs: Sequence[str], **options: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typer import Option
 from coterie.cli.options.groups import check_effect
 from coterie.cli.options.registered import ID, KnobOptions, knobs_of, once
 from coterie.data.table import TableSettings
-from coterie.engines.attacks import ATTACKS, under_attack
+from coterie.engines.attacks import under_attack
 from coterie.engines.compression import Compress
 from coterie.engines.processes.engine import Mutual, TorchDistributed
 from coterie.engines.processes.processes import Processes
@@ -27,31 +27,20 @@ from coterie.rules import RULES
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions(TableSettings):
-    """The table."""
+    """The table.
 
-    data: Annotated[
-        Path,
-        Option(
-            help=(
-                "A CSV or Parquet file, one example a row; {user} in its name for a file of each"
-                " user; torch: {rank} for a file of each process."
-            )
-        ),
-    ] = field(kw_only=False)
-    me: Annotated[
-        str, Option(help="Which user is user 0: the one the model is for. all: a model for each.")
-    ]
+    Args:
+        data: A CSV or Parquet file, one example a row; {user} in its name for a file of each
+            user; torch: {rank} for a file of each process.
+        me: Which user is user 0: the one the model is for. all: a model for each.
+        validation: Share of user 0's rows held out to choose the best model; if left out none
+            for adaptive and mixture, which judge by folds, and else 0.2.
+    """
+
+    data: Path = field(kw_only=False)
+    me: str
     ids: Annotated[str | None, ID] = None
-    validation: Annotated[
-        float | None,
-        Option(
-            help=(
-                "Share of user 0's rows held out to choose the best model; if left out none for"
-                " adaptive and mixture, which judge by folds, and else 0.2."
-            ),
-            show_default=False,
-        ),
-    ] = None
+    validation: Annotated[float | None, Option(show_default=False)] = None
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.data.from_table`."""
@@ -61,36 +50,46 @@ class TableOptions(TableSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RuleOptions(KnobOptions):
-    """The rule."""
+    """The rule.
 
-    rule: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help=(
-                "auto: mixture for linear models and trees where no option says how steps are"
-                " taken, else"
-                " adaptive. mixture: a linear model in closed form; adaptive: weights found from"
-                " the data; pooled: everybody's rows alike; wga: averaging with --alpha; bc: bias"
-                " correction with --alpha and --beta. All rules, described by `coterie list rules`:"
-                " {rules}. Or a method, to compare with, described by `coterie list methods`:"
-                " {methods}."
-            ),
-        ),
-    ] = "auto"
-    tau: Annotated[
+    Args:
+        rule: auto: mixture for linear models and trees where no option says how steps are
+            taken, else adaptive. mixture: a linear model in closed form; adaptive: weights
+            found from the data; pooled: everybody's rows alike; wga: averaging with --alpha;
+            bc: bias correction with --alpha and --beta. All rules, described by `coterie list
+            rules`: {rules}. Or a method, to compare with, described by `coterie list methods`:
+            {methods}.
+        tau: A peer's weight among the peers; repeat it. If left out, `auto` weighs the peers of
+            wga, and leaves out those of bc whose Hessians differ too much from user 0's.
+    """
+
+    rule: Annotated[str, Option(metavar="NAME")] = "auto"
+    tau: Annotated[list[str], Option(metavar="NAME=WEIGHT")] = field(default_factory=list)
+
+    monotone: Annotated[
         list[str],
         Option(
-            metavar="NAME=WEIGHT",
+            metavar="COLUMN=1|-1",
             help=(
-                "A peer's weight among the peers; repeat it. If left out, `auto` weighs the peers of"
-                " wga, and leaves out those of bc whose Hessians differ too much from user 0's."
+                "A column of numbers in which predictions never fall (1) or never rise (-1), of two"
+                " classes the last one's probability; repeat it."
             ),
         ),
     ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _ = self.knobs  # what cannot be meant is told before anything is read
+        _ = self.knobs, self.signs  # what cannot be meant is told before anything is read
+
+    @property
+    def signs(self) -> dict[str, int]:
+        """The sign of each column in which predictions are monotone."""
+        signs = {}
+        for pair in self.monotone:
+            column, _, sign = pair.rpartition("=")
+            if not column or sign not in {"1", "-1"}:
+                raise KnobError(f"`--monotone` is COLUMN=1 or COLUMN=-1, got {pair!r}")
+            signs[column] = int(sign)
+        return signs
 
     @functools.cached_property
     def knobs(self) -> dict[str, Any]:
@@ -125,79 +124,43 @@ class RuleOptions(KnobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(StepSettings):
-    """The run."""
+    """The run.
 
-    out: Annotated[
-        Path, Option(help="Folder for the model, its preparation, records and checkpoints.")
-    ]
-    model: Annotated[
-        str,
-        Option(
-            help=(
-                "linear, trees, mlp, or module.path:factory(n_inputs, n_outputs). auto: linear"
-                " models and trees, mixed, where no option says how steps are taken, else linear."
-            )
-        ),
-    ] = "auto"
-    metrics: Annotated[
-        list[str],
-        Option(
-            "--metric",
-            metavar="NAME",
-            help=(
-                "What the model is judged by, beside the loss; repeat it to report more. If left"
-                " out accuracy, or rmse where the target is a number. All metrics: {metrics}."
-            ),
-        ),
-    ] = field(default_factory=list)
-    trackers: Annotated[
-        list[str],
-        Option(
-            "--tracker",
-            metavar="NAME",
-            help=(
-                "What follows the run, of {trackers}; tensorboard, where it is installed, if left"
-                " out; repeat it."
-            ),
-        ),
-    ] = field(default_factory=list)
-    repeats: Annotated[
-        int,
-        Option(
-            min=1,
-            help=(
-                "Split user 0's rows so many times, train on each, and judge by the mean, with an"
-                " error that allows for the overlap: for small tables, where one split says little."
-                " 10 take ten times as long."
-            ),
-        ),
-    ] = 1
-    contributions: Annotated[
-        bool,
-        Option(
-            "--contributions",
-            help=(
-                "Say on the page what each peer adds to the model, with intervals, from fits with"
-                " many coalitions of the peers: seconds for a few peers and a linear model, minutes"
-                " for many, and long for a network. Peers must be in this process."
-            ),
-        ),
-    ] = False
-    guard: Annotated[
-        bool,
-        Option(
-            "--guard/--no-guard",
-            help=(
-                "Train a model alone beside, start again from it where the peers do harm, and serve"
-                " the better of the two on the validation rows; costs one more gradient of user 0 a"
-                " step (adaptive: nothing). A method does not start again, and the model beside it"
-                " costs as many own gradients as the method."
-            ),
-        ),
-    ] = True
-    threads: Annotated[int, Option(min=1, help="CPU threads; more help large models only.")] = 1
-    device: Annotated[str, Option(help="Where to train: cpu, cuda, …")] = "cpu"
-    resume: Annotated[bool, Option("--resume", help="Go on with the run that is in --out.")] = False
+    Args:
+        out: Folder for the model, its preparation, records and checkpoints.
+        model: linear, trees, mlp, or module.path:factory(n_inputs, n_outputs). auto: linear
+            models and trees, mixed, where no option says how steps are taken, else linear.
+        metrics: What the model is judged by, beside the loss; repeat it to report more. If left
+            out accuracy, or rmse where the target is a number. All metrics: {metrics}.
+        trackers: What follows the run, of {trackers}; tensorboard, where it is installed, if
+            left out; repeat it.
+        repeats: Split user 0's rows so many times, train on each, and judge by the mean, with
+            an error that allows for the overlap: for small tables, where one split says little.
+            10 take ten times as long.
+        contributions: Say on the page what each peer adds to the model, with intervals, from
+            fits with many coalitions of the peers: seconds for a few peers and a linear model,
+            minutes for many, and long for a network. Peers must be in this process.
+        guard: Train a model alone beside, start again from it where the peers do harm, and
+            serve the better of the two on the validation rows; costs one more gradient of user
+            0 a step (adaptive: nothing). A method does not start again, and the model beside it
+            costs as many own gradients as the method.
+        threads: CPU threads; more help large models only.
+        device: Where to train: cpu, cuda, …
+        resume: Go on with the run that is in --out.
+    """
+
+    out: Path
+    model: str = "auto"
+    metrics: Annotated[list[str], Option("--metric", metavar="NAME")] = field(default_factory=list)
+    trackers: Annotated[list[str], Option("--tracker", metavar="NAME")] = field(
+        default_factory=list
+    )
+    repeats: Annotated[int, Option(min=1)] = 1
+    contributions: bool = False
+    guard: bool = True
+    threads: Annotated[int, Option(min=1)] = 1
+    device: str = "cpu"
+    resume: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `coterie.tables.fit.fit`."""
@@ -211,39 +174,24 @@ class FitOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Where the peers are."""
+    """Where the peers are.
 
-    engine: Annotated[
-        Literal["in-process", "torch"],
-        Option(
-            help=(
-                "in-process, or torch: a process for each user, started by torchrun (trusted"
-                " network)."
-            )
-        ),
-    ] = "in-process"
-    compress: Annotated[
-        Compress | None,
-        Option(help="torch: round what is sent; what is lost is added to the next message."),
-    ] = None
-    secure_sums: Annotated[
-        bool,
-        Option(
-            "--secure-sums",
-            help="torch: see the sum of the peers' gradients only, by masks; for wga and bc.",
-        ),
-    ] = False
-    timeout: Annotated[
-        float | None,
-        Option(help="torch: seconds after which a silent process is lost.", show_default="120"),
-    ] = None
-    attack: Annotated[
-        str | None,
-        Option(help=f"For research: let peers send what an attack says: {', '.join(ATTACKS)}."),
-    ] = None
-    attackers: Annotated[
-        int, Option(min=1, help="How many peers attack, the first of the table.")
-    ] = 1
+    Args:
+        engine: in-process, or torch: a process for each user, started by torchrun (trusted
+            network).
+        compress: torch: round what is sent; what is lost is added to the next message.
+        secure_sums: torch: see the sum of the peers' gradients only, by masks; for wga and bc.
+        timeout: torch: seconds after which a silent process is lost.
+        attack: For research: let peers send what an attack says: {attacks}.
+        attackers: How many peers attack, the first of the table.
+    """
+
+    engine: Literal["in-process", "torch"] = "in-process"
+    compress: Compress | None = None
+    secure_sums: bool = False
+    timeout: Annotated[float | None, Option(show_default="120")] = None
+    attack: str | None = None
+    attackers: Annotated[int, Option(min=1)] = 1
 
     def __post_init__(self) -> None:
         options: dict[str, Any] = {"compress": self.compress, "timeout": self.timeout}

@@ -24,6 +24,9 @@ MAX_ACTIVATION_BYTES = {"cpu": 2**21, "cuda": 2**30}
 On a CPU, no more than a near cache.
 """
 
+MAX_PARAMETERS = {"cpu": 2**20, "cuda": 2**28}
+"""How many numbers the parameters of the copies that share a pass have, if it is not one copy's."""
+
 _ELEMENTWISE = (
     *(
         nn.ReLU,
@@ -171,7 +174,9 @@ class Copies:
         # Few copies do not fill the time that a pass takes to begin, so that four may take more;
         # with attention, whose operations are many and small, much more.
         few, more = (8, 64) if self.passes.plain_attention else (4, 4)
-        return max(1, min(few, more * memory // bytes_a_copy), memory // bytes_a_copy)
+        most = max(min(few, more * memory // bytes_a_copy), memory // bytes_a_copy)
+        numbers = MAX_PARAMETERS.get(self.parameters.device.type, 2**26)
+        return max(1, min(most, numbers // self.parameters.size))
 
     def _pieces(self, x: Tensor) -> dict[str, Tensor]:
         """Return the parameters by name, each of shape (G, M, …), in one piece where groups have several copies."""

@@ -28,12 +28,13 @@ from coterie.engines.in_process.model_support import ModelSupport, check_classes
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches, BatchSampler, with_own
 from coterie.engines.in_process.side_stream import side_stream
+from coterie.engines.messages import Request
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.linear_rows import LinearRows, rows_key
-from coterie.engines.requests import Request
 from coterie.errors import KnobError, ModelError
 from coterie.evaluation.evaluate import evaluate
-from coterie.gradients.gradients import FiniteLater, Gradients, add_up, is_finite, keep_finite
+from coterie.gradients.gradients import Gradients, add_up, keep_finite
+from coterie.gradients.parameters import FiniteLater, is_finite
 from coterie.mixture.answers import EStep, StackedUsers
 from coterie.privacy.privacy import Privacy
 from coterie.recording.costs import Traffic
@@ -332,7 +333,9 @@ class InProcess:
         rows = torch.full((1, len(self.names), math.prod(asked.shape)), math.nan).double()
         if isinstance(asked, EStep):
             for places, users in self._stacked_users(asked, question.points[0]):
-                rows[0, places] = torch.from_numpy(asked.answers(users)).flatten(1)
+                counting = None if question.counting is None else question.counting[places.numpy()]
+                numbers = asked.answers_that_count(users, counting)
+                rows[0, places] = torch.from_numpy(numbers).flatten(1)
         else:
             for place, peer in enumerate(self._linear_rows):
                 rows[0, place] = self._fitting(peer, asked).answer(asked, question.points[0])

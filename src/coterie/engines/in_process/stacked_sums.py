@@ -158,6 +158,7 @@ class StackedSums:
         origins: Tensor | None = None,
         asked: Tensor | None = None,
         layout: _Layout | None = None,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return Σ w_u ∇f_u, (Q, d), and Σ w_u f_u, (Q,), for each row of weights (Q, U) on the examples drawn.
 
@@ -171,6 +172,7 @@ class StackedSums:
                 step goes on; those of weights that are not zero when None. How they are passed is
                 kept for good.
             layout: how they are passed, where that is known.
+            into: where the sums are written, where given.
         """
         if layout is None:
             layout = self._layout(weights, own) if asked is None else self._kept_layout(asked)
@@ -179,7 +181,10 @@ class StackedSums:
             shares = [self._shares(each, weights) for each in layout.passes]
         shape, large = (len(layout.weights), self.like.numel()), self.copies.one_by_one
         # of a large model gradients are in memory that was used so before
-        out = self._memory.empty(shape, self.like) if large else self.like.new_empty(shape)
+        if into is not None:
+            out = into
+        else:
+            out = self._memory.empty(shape, self.like) if large else self.like.new_empty(shape)
         losses = self.like.new_empty(shape[0])
         for each, plain in zip(layout.passes, shares, strict=True):
             copies = plain.shape[1]
@@ -187,11 +192,15 @@ class StackedSums:
             counts = self.copies.counts(targets) if self.copies.weighs else None
             share = plain if counts is None else self._counted(plain, each, counts)
             at = each.outputs if origins is None else origins.index_select(0, each.outputs)
-            x = points.index_select(0, at).view(-1, copies, points.shape[1])
-            gradients, sums = self.copies.gradients(x, share, inputs, targets)
+            alone = len(at) == 1 and not at.is_cuda  # then nothing is copied
+            x = points[int(at)][None] if alone else points.index_select(0, at)
+            x = x.view(-1, copies, points.shape[1])
+            there = out[int(each.outputs)].view(1, 1, -1) if alone else None
+            gradients, sums = self.copies.gradients(x, share, inputs, targets, there)
             if counts is not None:  # not a number where the loss ignores the whole batch
                 sums = torch.where(share.any(2), sums, torch.nan)
-            out.index_copy_(0, each.outputs, gradients.flatten(0, 1))
+            if there is None:
+                out.index_copy_(0, each.outputs, gradients.flatten(0, 1))
             losses.index_copy_(0, each.outputs, sums.flatten())
         return out, losses
 

@@ -92,12 +92,12 @@ def clipped_sum_by_layer(
         each = list(zip(calls, gradients, strict=True))
         by_layer = [_NORMS[type(c.layer)](c.layer, c.inputs, gradient) for c, gradient in each]
         rows = [
-            (call.names[kind], theirs)
+            (call.names[kind], of_examples)
             for (call, _), layer in zip(each, by_layer, strict=True)
-            for kind, theirs in layer.rows.items()
+            for kind, of_examples in layer.rows.items()
         ]
         none = x.new_zeros(len(losses), 0)
-        kept = torch.cat([none, *(theirs.flatten(1) for _, theirs in rows)], dim=1)
+        kept = torch.cat([none, *(of_examples.flatten(1) for _, of_examples in rows)], dim=1)
         known = [layer.norm for layer in by_layer if layer.norm is not None]
         norms = torch.stack([_norm(kept), *known]).norm(dim=0)
         factors = clip / (norms * (1 + MARGIN)).clamp(min=clip)
@@ -161,8 +161,8 @@ def _called(
             )
         kinds = [kind for kind, _ in layer.named_parameters(recurse=False)]
         names = {kind: f"{prefix}.{kind}".lstrip(".") for kind in kinds}
-        given = {kind: parameters[name] for kind, name in names.items()}
-        output: Tensor = functional_call(layer, given, (flowing,))
+        values = {kind: parameters[name] for kind, name in names.items()}
+        output: Tensor = functional_call(layer, values, (flowing,))
         if not output.requires_grad:
             output.requires_grad_()
         calls.append(_Call(layer, names, flowing.detach(), output))

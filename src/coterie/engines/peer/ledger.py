@@ -3,6 +3,7 @@
 And the secret that lies beside it.
 """
 
+import hashlib
 import math
 import os
 import secrets
@@ -25,8 +26,7 @@ from coterie.privacy.accountant import (
     merged,
 )
 from coterie.privacy.privacy import Privacy
-from coterie.recording.chained_lines import ChainedLines
-from coterie.recording.files import wait_for_lock, writing
+from coterie.recording.files import ChainedLines, wait_for_lock, writing
 
 MAX_LOGGED_CHARACTERS = 200
 """How much of a text that comes from elsewhere, or of an error, a line holds."""
@@ -277,6 +277,18 @@ def read_secret(path: Path, at_least: int = 16) -> bytes:
             f"the secret {path} must have at least {at_least} bytes, got {len(content)}"
         )
     return content
+
+
+def secret_number(secret: bytes, purpose: str) -> int:
+    """Return a number of 63 bits that only who has the secret can know."""
+    return int.from_bytes(secret_bytes(secret, purpose, 8), "little") >> 1
+
+
+def secret_bytes(secret: bytes, purpose: str, n: int = 32) -> bytes:
+    """Return bytes that only who has the secret can know."""
+    return hashlib.blake2b(
+        purpose.encode(), key=hashlib.sha256(secret).digest(), digest_size=n
+    ).digest()
 
 
 def _as_text(seconds: float) -> str:

@@ -147,8 +147,8 @@ class LinearRows:
             flat = held.inputs.detach().cpu().double().flatten(1).numpy()
             return flat, FAMILIES[work.family].targets(values, outputs)
         inputs, targets = [], []
-        for some in torch.split(torch.arange(len(self.user)), AT_ONCE):
-            batch, answers = self.user.take(some, seed=0, step=0)
+        for indices in torch.split(torch.arange(len(self.user)), AT_ONCE):
+            batch, answers = self.user.take(indices, seed=0, step=0)
             inputs.append(batch if not work.layer else self._seen(work.layer, x, batch))
             targets.append(answers)
         flat = torch.cat(inputs).detach().cpu().double().flatten(1).numpy()

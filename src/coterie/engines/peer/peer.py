@@ -1,6 +1,7 @@
 """A peer, wherever it is.
 
-It answers a request with the gradient of its own examples, within its caps.
+It answers a request with gradients of its own examples, on batches that it draws itself, within its
+caps.
 
 The worker of torch.distributed, the site of NVFLARE and `InProcess(one_by_one=True)` all answer by
 this class. They differ only in what carries requests and replies.
@@ -10,24 +11,39 @@ import functools
 import math
 import secrets
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.arguments import COUNT, POSITIVE, check_fields, optional, whole
 from coterie.engines.compression import HALVES, Rounding
 from coterie.engines.in_process.model_support import ModelSupport
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.peer.ledger import Ledger, Spending, kept_secret
-from coterie.engines.peer.own_gradients import Caps, OwnGradients, clipped, secret_bytes
+from coterie.engines.messages import RefusedError, Reply, Request
+from coterie.engines.peer.ghost_norms import takes
+from coterie.engines.peer.ledger import (
+    Ledger,
+    Spending,
+    kept_secret,
+    secret_bytes,
+    secret_number,
+)
+from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.private_gradients import PrivateGradients
-from coterie.engines.requests import Reply, Request
 from coterie.errors import KnobError
 from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import PROMISE, Privacy
+from coterie.users.examples import InMemory
+from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
+from coterie.users.trees import Tree
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
@@ -35,6 +51,94 @@ MOST_PLANNED = 10**6
 
 The accountant would take minutes.
 """
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a peer gives at most.
+
+    Args:
+        gradients: how many gradients in all, over every run that its log knows of; no limit when
+            None.
+        norm: the norm that a gradient is clipped to; not clipped when None.
+        examples: how many examples must be behind a gradient.
+
+    Example:
+        >>> Caps(gradients=1000, norm=1.0, examples=20)
+        Caps(gradients=1000, norm=1.0, examples=20)
+    """
+
+    gradients: int | None = None
+    norm: float | None = None
+    examples: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, {"gradients": optional(whole(0)), "norm": optional(POSITIVE), "examples": COUNT}
+        )
+
+    def in_words(self) -> str:
+        """Return the caps in words.
+
+        Example:
+            >>> Caps(gradients=1000, examples=20).in_words()
+            '1000 gradients in all, of any norm, each of 20 examples or more'
+        """
+        count = "any number of" if self.gradients is None else str(self.gradients)
+        norm = "of any norm" if self.norm is None else f"clipped to norm {self.norm:g}"
+        return f"{count} gradients in all, {norm}, each of {self.examples} examples or more"
+
+
+def clipped(gradient: Tensor, max_norm: float | None) -> tuple[Tensor, float]:
+    """Return a gradient of at most this norm, and the norm it had.
+
+    Not finite where an entry is not.
+    """
+    norm, scale = float(gradient.norm()), 1.0
+    if not math.isfinite(norm) and bool(gradient.isfinite().all()):  # the squares overflow
+        scale = float(gradient.abs().max())
+        norm = float((gradient / scale).double().norm())
+    if max_norm is None or not math.isfinite(norm) or norm * scale <= max_norm:
+        return gradient, norm * scale
+    return gradient / scale * (max_norm / norm), norm * scale
+
+
+GradientAt: TypeAlias = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""What gives a gradient at a point, with the model's buffers there."""
+
+
+class OwnDraws:
+    """Batches of whole blocks of examples, drawn by a secret.
+
+    The secret puts every example into one block of at least `least`, once and for all. A batch is
+    some blocks as a whole, and the secret, the seed and the step say which. So whatever is asked,
+    and however answers are combined, what one point tells is told of whole blocks: with 100
+    examples in blocks of 50, there are two.
+
+    Example:
+        >>> draws = OwnDraws(b"a secret", 100, least=50)
+        >>> batches = [draws.indices(60, seed, step=0) for seed in range(20)]
+        >>> {len(batch) for batch in batches}, len({tuple(batch.tolist()) for batch in batches})
+        ({50}, 2)
+    """
+
+    def __init__(self, secret: bytes, n: int, least: int) -> None:
+        self._secret, self._n = secret, n
+        order = self._generator("blocks").permutation(n)
+        self._blocks = np.array_split(order, max(1, n // least))
+
+    def indices(self, size: int, seed: int, step: int) -> Tensor:
+        """Return which examples a batch of about `size` has.
+
+        The nearest number of blocks, at least one.
+        """
+        n_blocks = len(self._blocks)
+        wanted = min(n_blocks, max(1, round(size * n_blocks / self._n)))
+        chosen = self._generator(f"{seed}/{step}").choice(n_blocks, wanted, replace=False)
+        return torch.from_numpy(np.concatenate([self._blocks[k] for k in np.sort(chosen)]))
+
+    def _generator(self, purpose: str) -> np.random.Generator:
+        return np.random.default_rng(secret_number(self._secret, purpose))
 
 
 class Peer:
@@ -51,8 +155,8 @@ class Peer:
             `Ledger`. The secret is kept beside it, so that a resumed run has the same batches;
             without a log it lasts as long as the peer. A `Ledger()` counts in memory, for peers
             that are simulated.
-        support: what is known of the model; a model that is not known may draw random numbers and
-            move buffers.
+        support: what is known of the model. Where it is not given, and the classes of model and loss
+            do not show it, the model may draw random numbers and move buffers.
         privacy: what is promised about each example. Every gradient is then a sum of clipped
             gradients over a sample of its own, with noise, both by secret randomness: no run has
             the same bits again. What it costs is written to the log, which there must be, before
@@ -86,18 +190,19 @@ class Peer:
                 "`privacy` needs a `log`: what was spent must be known to the next process too"
             )
         self._private = None if privacy is None else self._promised(privacy)
+        self.privacy, self.margin = privacy, None if privacy is None else privacy.margin
         self._secret: bytes | None = None
         self._roundings: dict[str, Rounding] = {}
         if caps is not None or privacy is not None:
             path = self.ledger.path
             beside = None if path is None else path.with_name(path.name + ".secret")
             self._secret = secrets.token_bytes() if beside is None else kept_secret(beside)
-        own = (
-            self.user,
-            passes,
-            support or ModelSupport(moved=frozenset(passes.buffers()), random=True),
-        )
-        self._gradients = OwnGradients(*own, self.caps, secret=self._secret, private=self._private)
+        # layers and losses of known classes draw no random numbers and move no buffers
+        unknown = ModelSupport(moved=frozenset(passes.buffers()), random=True)
+        self.support = support or (ModelSupport() if takes(passes) else unknown)
+        self._linear = LinearRows(self.user, passes)
+        self._streamed, self._n = self.user.is_stream, len(self.user)
+        self._table: tuple[tuple[int, int], IndexTable] | None = None
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:
         """Return what gives private gradients, where the log and the caps go with it."""
@@ -133,10 +238,6 @@ class Peer:
         """The digest of the parameters that are not trained."""
         return frozen_digest(self.passes.model)
 
-    def is_willing(self) -> bool:
-        """Say whether there is a gradient left to give."""
-        return self.left is None or self.left > 0
-
     @property
     def left(self) -> int | None:
         """How many gradients are left to give; None where there is no limit."""
@@ -144,14 +245,14 @@ class Peer:
             None if self.caps.gradients is None else max(0, self.caps.gradients - self.ledger.given)
         )
 
-    @property
+    @functools.cached_property
     def size(self) -> int | None:
         """How many examples there are, as far as it is told.
 
         Whole blocks of `caps.examples`; None for a stream.
         """
         least = self.caps.examples
-        return None if self.user.is_stream else len(self.user) // least * least
+        return None if self._streamed else self._n // least * least
 
     def terms(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
         """Return what user 0 may know before it asks.
@@ -184,11 +285,11 @@ class Peer:
         """Why it answers no E-steps; empty where it does."""
         if self._private is not None:
             return "it promises privacy, and gives gradients with noise only"
-        return "it has a stream, not examples" if self.user.is_stream else ""
+        return "it has a stream, not examples" if self._streamed else ""
 
     def of_planned(self, batch_size: int, gradients: int) -> int:
         """Return how many of so many gradients of such batches would be given, as far as is known before."""
-        if min(batch_size, len(self.user)) < self.caps.examples:
+        if min(batch_size, self._n) < self.caps.examples:
             return 0
         left = self.terms(batch_size, gradients)["left"]
         return gradients if left is None else min(left, gradients)
@@ -215,19 +316,6 @@ class Peer:
         return Identity(
             self.user.name, None if kept is None else secret_bytes(kept, "identity in masked sums")
         )
-
-    @property
-    def margin(self) -> int | None:
-        """How many others may tell their noise where it is split over the sites of a sum.
-
-        None where it is not.
-        """
-        return None if self._private is None else self._private.privacy.margin
-
-    @property
-    def is_private(self) -> bool:
-        """Whether something is promised about each example."""
-        return self._private is not None
 
     def noise_terms(self, batch_size: Any) -> dict[str, Any]:
         """Return what noise a masked sum must have for such batches.
@@ -263,39 +351,44 @@ class Peer:
         follows from the request and the counts, a gradient is not clipped, one that fails is not a
         number, which spoils the sum, and no time is told. The log has it.
         """
-        began = time.perf_counter()
-        reason = self._misfit(request) or self._exceeded_cap(request)
-        if reason := reason or (self._cut_under_masks(request) if masked else None):
-            return self.refuse(reason, caller, request.step)
-        if self._private is not None:
-            return self._answer_privately(request, self._private, caller, share)
-        counts = self._secret is not None or self.ledger.path is not None
         try:
-            if request.e_step is None:
+            self._check(request, masked=masked)
+            if self._private is not None:
+                return self._answer_privately(request, self._private, caller, share)
+            return self._answer_plainly(request, caller, masked=masked)
+        except RefusedError as refusal:
+            return self.refuse(str(refusal), caller, request.step)
+
+    def _answer_plainly(self, request: Request, caller: str, *, masked: bool) -> Reply:
+        began, asked = time.perf_counter(), request.e_step
+        try:
+            if asked is None:
                 gradients, examples = self._gradients(request)
-            else:
-                how = request.e_step, request.points[0]
-                gradients, examples = self._gradients.e_step(*how, masked=masked)
+            else:  # a gradient that is cut would tell of this peer under masks
+                norm = math.inf if masked else self.caps.norm
+                limits = self.size, norm, self.caps.examples
+                gradients = self._linear.answer(asked, request.points[0], *limits)[None]
+                examples = self._n
         except Exception as error:
             self._note(caller, request.step, failed=f"{type(error).__name__}: {error}")
             if not masked:
                 raise
-            gradients, examples = torch.full_like(request.form, math.nan), 0
-        given, norm = request.gradients, None
-        plain = request.work is None and request.e_step is None
+            shape = request.points.shape if asked is None else (1, math.prod(asked.shape))
+            gradients, examples = request.points.new_full(shape, math.nan), 0
+        counted, norm = request.gradients, None
         if masked:
             norm = max(clipped(gradient, None)[1] for gradient in gradients)
             if not math.isfinite(norm):
                 norm = None
                 self._note(caller, request.step, failed="not finite: no sum, under masks")
-        elif counts:
+        elif self._secret is not None or self.ledger.path is not None:
             # steps of its own are clipped one by one, and an E-step's gradient before it has units
-            cap = self.caps.norm if plain else None
+            cap = self.caps.norm if request.work is None and asked is None else None
             pairs = [clipped(gradient, cap) for gradient in gradients]
             norms = [norm for _, norm in pairs if math.isfinite(norm)]
             if not norms:
-                return self.refuse("not finite", caller, request.step)
-            given = given // len(pairs) * len(norms)
+                raise RefusedError("not finite")
+            counted = counted // len(pairs) * len(norms)
             norm, missing = max(norms), torch.full_like(gradients[0], math.nan)
             gradients = torch.stack(
                 [each if math.isfinite(norm) else missing for each, norm in pairs]
@@ -306,10 +399,10 @@ class Peer:
             "examples": examples,
             "norm": norm,  # the largest
         }
-        line |= {} if request.e_step is None else {"e_step": request.e_step.told}
+        line |= {} if asked is None else {"e_step": asked.told}
         # another process was faster
-        if not self.ledger.give(given, at_most=self.caps.gradients, **line):
-            return self.refuse(self._exceeded_cap(request) or "", caller, request.step)
+        if not self.ledger.give(counted, at_most=self.caps.gradients, **line):
+            raise RefusedError(self._too_many(request.gradients) or "")
         return Reply(
             gradients, seconds=0.0 if masked else time.perf_counter() - began, examples=self.size
         )
@@ -322,15 +415,15 @@ class Peer:
         Neither a time nor an error's kind leaves: both would tell of the sample.
         """
         if reason := private.why_not_of(request.batch_size):
-            return self.refuse(reason, caller, request.step)
+            raise RefusedError(reason)
         event = private.event(request.batch_size)
         if reason := private.too_little_noise(event, share, works=request.work is not None):
-            return self.refuse(reason, caller, request.step)
+            raise RefusedError(reason)
         why_not = functools.partial(self._spending.over_budget, event, request.gradients)
         line: dict[str, Any] = {"caller": caller, "step": repr(request.step)}
         line |= {} if share is None else {"sites": share.sites, "margin": share.margin}
         if reason := self.ledger.spend(event, request.gradients, why_not, **line):
-            return self.refuse(reason, caller, request.step)
+            raise RefusedError(reason)
         added = None if share is None else share.added
         try:
             gradients, _ = self._gradients(request, added)
@@ -359,40 +452,103 @@ class Peer:
         self._note(caller, step, refused=reason)
         return Reply(refused=reason)
 
-    def _misfit(self, request: Request) -> str | None:
-        """Return what does not fit this peer's model, if anything does not."""
-        size, model = self.passes.parameters.size, self.passes.model
-        if wrong := request.misfit(model, size, streamed=self.user.is_stream):
-            return wrong
+    def _check(self, request: Request, *, masked: bool) -> None:
+        """Raise a `RefusedError` of what does not fit this peer's model or its caps."""
+        asked, model, d = request.e_step, self.passes.model, self.passes.parameters.size
+        request.check(model, d, streamed=self._streamed)
         if request.frozen is not None and request.frozen != self.frozen:
-            return "its model has other frozen parameters"
-        if request.e_step is not None:
-            return self.why_no_e_steps or self._gradients.linear.misfit(request.e_step)
-        return None
+            raise RefusedError("its model has other frozen parameters")
+        if asked is not None and (why := self.why_no_e_steps or self._linear.misfit(asked)):
+            raise RefusedError(why)
+        behind = self._n if asked is not None else min(request.batch_size, self._n)
+        if behind < self.caps.examples:
+            raise RefusedError(f"it gives no gradient of fewer than {self.caps.examples} examples")
+        if self.caps.gradients is not None and (why := self._too_many(request.gradients)):
+            raise RefusedError(why)
+        # Sums in which some sites' shares are cut and others' are not can be solved for each site's.
+        if masked and asked is not None and self.size is not None and asked.examples < self.size:
+            raise RefusedError(f"under masks an E-step must count all of its {self.size} examples")
 
-    def _exceeded_cap(self, request: Request) -> str | None:
-        """Return which cap a request exceeds, if any."""
-        examples = len(self.user)
-        if request.e_step is None:  # which is of all examples
-            examples = min(request.batch_size, examples)
-        if examples < self.caps.examples:
-            return f"it gives no gradient of fewer than {self.caps.examples} examples"
-        if not self.is_willing():
+    def _too_many(self, gradients: int) -> str | None:
+        """Return why it does not give so many gradients more, if it does not."""
+        left = self.left
+        if left == 0:
             return f"it has given all the gradients it gives, {self.caps.gradients}"
-        left, asked = self.left, request.gradients
-        if left is not None and left < asked:
-            return f"it has {left} gradients left to give, and was asked for {asked}"
+        if left is not None and left < gradients:
+            return f"it has {left} gradients left to give, and was asked for {gradients}"
         return None
 
-    def _cut_under_masks(self, request: Request) -> str | None:
-        """Return why all its examples would not weigh alike in an E-step's sum, if they would not.
+    # What it computes.
 
-        Sums in which some sites' shares are cut and others' are not can be solved for each site's.
+    def _gradients(self, request: Request, added: float | None = None) -> tuple[Tensor, int]:
+        """Return what is asked for at each point, a row each, and over how many examples each is.
+
+        `added`: the noise of private gradients, as in `PrivateGradients.gradient`.
         """
-        asked, size = request.e_step, self.size
-        if asked is None or size is None or asked.examples >= size:
+        work, rows, carried = request.work, [], self.support.moved or request.buffers
+        first, examples = self._drawn(request, request.step, added)
+        for place, point in enumerate(request.points):
+            buffers = self._buffers(request, place) if carried else {}
+
+            def gradient(x: Tensor, k: int, buffers: dict[str, Tensor] = buffers) -> Tensor:
+                at = first if k == 0 else self._drawn(request, request.step + k)[0]
+                found = at(x, buffers)
+                return found if self.caps.norm is None else clipped(found, self.caps.norm)[0]
+
+            rows.append(
+                first(point, buffers) if work is None else work.followed(point, gradient, place)
+            )
+        return torch.stack(rows), examples
+
+    def _buffers(self, request: Request, place: int) -> dict[str, Tensor]:
+        """Return the model's buffers at the point in this place; passes move them."""
+        buffers = self.passes.buffers()
+        for name, rows in request.buffers.items():
+            buffers[name].copy_(rows[place if len(rows) > 1 else 0])
+        return buffers
+
+    def _drawn(
+        self, request: Request, step: int, added: float | None = None
+    ) -> tuple[GradientAt, int]:
+        """Return what gives gradients on a step's batch, and over how many examples.
+
+        Private ones draw anew.
+        """
+        name, seed = self.user.name, request.seed
+        if self._secret is not None:  # transforms, dropout and streams are not for user 0 to choose
+            seed = secret_number(self._secret, f"seed {seed}")
+        if self._private is not None:
+            event = self._private.event(request.batch_size)
+            settings: dict[str, Any] = {"event": event, "added": added, "seed": seed, "step": step}
+            gradient_of = functools.partial(self._private.gradient, **settings)
+            return gradient_of, round(event.rate * self._n)
+        batch = self._batch(request, seed, step)
+        self.passes.tell_of_nothing(name, batch[1])
+
+        def gradient(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+            with seeded(seed, name, step, x.device) if self.support.random else nullcontext():
+                return self.passes.single(x, *batch, buffers)[0]
+
+        return gradient, len(batch[1])
+
+    @functools.cached_property
+    def _draws(self) -> OwnDraws | None:
+        if self._secret is None or self._streamed:
             return None
-        return f"under masks an E-step must count all of its {size} examples"
+        return OwnDraws(self._secret, self._n, self.caps.examples)
+
+    def _batch(self, request: Request, seed: int, step: int) -> tuple[Tree, Tree]:
+        """Return this peer's own draw, or where it has no caps what `User.batch` gives."""
+        size = min(request.batch_size, self._n)
+        if self._draws is not None:
+            return self.user.take(self._draws.indices(size, seed, step), seed=seed, step=step)
+        if not isinstance(self.user.examples, InMemory):
+            return self.user.batch(size, seed=seed, step=step)
+        # indices are drawn for several steps at a time
+        if self._table is None or self._table[0] != (seed, size):
+            stream = BatchStream(random_key(seed, self.user.name), self._n, size)
+            self._table = (seed, size), IndexTable([stream])
+        return self.user.take(self._table[1].row(step, request.points.device), seed=seed, step=step)
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)

@@ -157,11 +157,11 @@ class PrivateGradients:
         chosen = poisson_sample(len(self.user), event.rate)
         first, *others = torch.split(chosen, MOST_AT_ONCE)
         total = self._clipped(x, first, buffers, seed, step)
-        for some in others:
-            total = total.double() + self._clipped(x, some, buffers, seed, step)
+        for indices in others:
+            total = total.double() + self._clipped(x, indices, buffers, seed, step)
         noise = event.noise if added is None else event.noise * added / self.deviation(event)
-        given = noisy(total, self.privacy.clip, noise, over=event.rate * len(self.user))
-        return given.to(x.dtype) if added is None else given
+        noised = noisy(total, self.privacy.clip, noise, over=event.rate * len(self.user))
+        return noised.to(x.dtype) if added is None else noised
 
     def _clipped(self, x: Tensor, chosen: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
         """Return the sum of these examples' clipped gradients, of each as if there were no other."""
@@ -189,8 +189,8 @@ class PrivateGradients:
         Which way it is may hang on one.
         """
         total, clip = torch.zeros_like(x, dtype=torch.float64), self.privacy.clip / (1 + MARGIN)
-        for some in self._pieces(x, chosen):
-            total += clipped_sum(self._rows_of(x, some, buffers, seed, step), clip)
+        for indices in self._pieces(x, chosen):
+            total += clipped_sum(self._rows_of(x, indices, buffers, seed, step), clip)
         return total
 
     def _pieces(self, x: Tensor, chosen: Tensor) -> Sequence[Tensor]:
@@ -200,7 +200,9 @@ class PrivateGradients:
         )
         return torch.split(chosen, at_once) if len(chosen) else ()
 
-    def _rows_of(self, x: Tensor, some: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
+    def _rows_of(
+        self, x: Tensor, indices: Tensor, buffers: Buffers, seed: int, step: int
+    ) -> Tensor:
         """Return the gradients of these examples, one a row.
 
         That of one which does not pass is zero.
@@ -208,25 +210,27 @@ class PrivateGradients:
         An error would tell user 0 that this example is there.
         """
         try:
-            return self._rows(x, some, buffers, seed, step)
+            return self._rows(x, indices, buffers, seed, step)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            if len(some) > 1:
+            if len(indices) > 1:
                 return torch.cat(
-                    [self._rows_of(x, one, buffers, seed, step) for one in torch.split(some, 1)]
+                    [self._rows_of(x, one, buffers, seed, step) for one in torch.split(indices, 1)]
                 )
-            logger.warning("example %d of %r counts as zero: %r", int(some), self.user.name, error)
+            logger.warning(
+                "example %d of %r counts as zero: %r", int(indices), self.user.name, error
+            )
             return torch.zeros_like(x).unsqueeze(0)
 
-    def _rows(self, x: Tensor, some: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
+    def _rows(self, x: Tensor, indices: Tensor, buffers: Buffers, seed: int, step: int) -> Tensor:
         """Return the gradients of these examples, one a row.
 
         Of each at x, with equal constants and draws.
 
         What one draws, or changes in the parameters, is nothing to the next.
         """
-        inputs, targets = self.user.take(some, seed=seed, step=step)
+        inputs, targets = self.user.take(indices, seed=seed, step=step)
         own = self._constants(buffers)
         with seeded(seed, self.user.name, step, x.device):
             if self._mapped:
@@ -266,9 +270,12 @@ class PrivateGradients:
             )
         return torch.tensor(passing)
 
-    def _look(self, some: Tensor) -> None:
+    def _look(self, indices: Tensor) -> None:
         """Find out whether examples can be mapped, and refuse a model or loss under which they mix."""
-        x, (inputs, targets) = self.passes.parameters.vector(), self.user.take(some, seed=0, step=0)
+        x, (inputs, targets) = (
+            self.passes.parameters.vector(),
+            self.user.take(indices, seed=0, step=0),
+        )
         # a data set's collation may look at several examples
         if isinstance(self.user.examples, InMemory):
             try:
@@ -277,12 +284,12 @@ class PrivateGradients:
                 self._mapped = True
             except Exception:  # a model may fail under `vmap` in any way; a loop then serves
                 self._mapped = False
-        together, again = (self._together(x, some, seed) for seed in range(2))
+        together, again = (self._together(x, indices, seed) for seed in range(2))
         tolerance = max(TOLERANCE, 10 * torch.finfo(x.dtype).eps)  # of a model in half precision
         # model or data set draw random numbers
         if bool((together - again).norm() > tolerance * together.norm()):
             return
-        rows = torch.cat([self._rows(x, piece, None, 0, 0) for piece in self._pieces(x, some)])
+        rows = torch.cat([self._rows(x, piece, None, 0, 0) for piece in self._pieces(x, indices)])
         if not bool((together - rows.mean(0)).norm() <= tolerance * together.norm() + 1e-6):
             raise ModelError(
                 "the gradient of a batch is not the mean of its examples' gradients, so that they"
@@ -291,9 +298,9 @@ class PrivateGradients:
             )
         self._by_layer = self._fits_by_layer(x, inputs, targets, rows)
 
-    def _together(self, x: Tensor, some: Tensor, seed: int) -> Tensor:
+    def _together(self, x: Tensor, indices: Tensor, seed: int) -> Tensor:
         """Return the gradient of these examples as a batch, with what the seed draws."""
-        batch = self.user.take(some, seed=seed, step=0)
+        batch = self.user.take(indices, seed=seed, step=0)
         with seeded(seed, self.user.name, 0, x.device):
             return self.passes.single(x, *batch, self._constants())[0]
 

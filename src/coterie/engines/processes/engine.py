@@ -11,32 +11,38 @@ import logging
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from coterie.arguments import COUNT
-from coterie.engines.compression import Compress, sketch_size
+from coterie.engines.compression import sketch_size
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
+from coterie.engines.messages import (
+    MAX_POINTS,
+    NO_ANSWER,
+    message_bytes,
+    promise_told,
+    size_told,
+    to_array,
+    whole_number,
+)
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.processes.partial_sums import PartialSums, read_sum, strictest
 from coterie.engines.processes.processes import SHORT, Processes, RemoteProcess
 from coterie.engines.processes.rendezvous import Rendezvous
-from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.messages import pack_request
+from coterie.engines.remote.engine import Remote, RemoteSettings
 from coterie.engines.remote.responder import Responder
-from coterie.engines.requests import MAX_POINTS, noise_told, promise_told, to_array, whole_number
 from coterie.errors import CoterieError, DataError, KnobError, ModelError, PeerLost, printable
-from coterie.gradients.gradients import Gradients, complete
+from coterie.gradients.gradients import Gradients
 from coterie.gradients.parameters import Parameters
-from coterie.privacy.member import check_margin
+from coterie.privacy.masks import check_margin
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
 from coterie.users.user import Loss, User, check_names
@@ -79,28 +85,30 @@ class TorchDistributed(Remote):
         batch_size: int = 32,
         seed: int = 0,
         timeout: float = 120.0,
-        misses: int = 3,
-        probe_every: int = 10,
-        minimum: int = 1,
-        compress: Compress | None = None,
-        secure_sums: bool = False,
-        largest: float = 16.0,
         processes: Processes | None = None,
+        **settings: Unpack[RemoteSettings],
     ) -> None:
         COUNT("batch_size", batch_size)  # told before the peers are
+        masked = bool(settings.get("secure_sums"))
         self.others = processes or Processes(Rendezvous(timeout))
         self.others.longest = _longest(model)
-        how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "compress": compress}
-        how |= {"timeout": timeout, "misses": misses, "probe_every": probe_every}
-        how |= {"secure_sums": secure_sums, "largest": largest, "minimum": minimum}
-        how["one_by_one"] = True
         try:
             _check_rank(self.others.rank)
-            run = {name: how[name] for name in ("batch_size", "seed", "secure_sums")}
+            run = {"batch_size": batch_size, "seed": seed, "secure_sums": masked}
             self.others.say("run", run | {"constants": _constants(model)})
-            self._met(model, me.name, [peer.name for peer in peers], masked=secure_sums)
+            self._met(model, me.name, [peer.name for peer in peers], masked=masked)
             self.others.answer(_nothing)
-            super().__init__(model, loss, me, sites=self.others, names=self._names(), **how)
+            names = [hello["name"] for hello in self._hellos.values()]
+            super().__init__(
+                *(model, loss, me),
+                sites=self.others,
+                names=names,
+                batch_size=batch_size,
+                seed=seed,
+                timeout=timeout,
+                one_by_one=True,
+                **settings,
+            )
         except BaseException as error:
             if isinstance(error, CoterieError) and not isinstance(error, PeerLost):
                 self.others.say("go", {"refused": str(error), "names": {}, "sums": False})
@@ -109,7 +117,8 @@ class TorchDistributed(Remote):
         self._examples |= {h["name"]: whole_number(h["examples"]) for h in self._hellos.values()}
         for hello in self._hellos.values():
             if (told := hello.get("promise")) is not None and promise_told(told):
-                self._noise[hello["name"]] = noise_told(told.get("noise"))
+                self._noise[hello["name"]] = size_told(told.get("noise"))
+        self._gives_sums |= self.sums_only is not None
         self._promised: Mapping[str, Mapping[str, float]] | None = None  # at the end
         self._life = contextlib.ExitStack()
         self._told_to_end = self._life.enter_context(_noting_sigterm())
@@ -133,9 +142,6 @@ class TorchDistributed(Remote):
             for rank in hellos:
                 self.others.hear(rank, "linked")
 
-    def _names(self) -> list[str]:
-        return [hello["name"] for hello in self._hellos.values()]
-
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
@@ -155,53 +161,35 @@ class TorchDistributed(Remote):
     ) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
         self._check_told_to_end()
-        if self.sums_only is None or not weights:
-            return super().gradients(x, step, weights, rows)
-        if rows:
-            raise KnobError("a peer gives sums only; use a rule that needs none, with `rows=False`")
-        asked = [[weights.get(name, math.nan) for name in self.names]]
-        answers = self._summed(Question(x[None], step, torch.tensor(asked, dtype=torch.float64)))
-        mine = self.own.gradients(x, step, {})
-        found = answers()
-        assert found.sums is not None  # noqa: S101  # no rows were asked for
-        peers, share = complete(mine.own, found.sums[0], float(found.answered[0]))
-        return replace(mine, peers=peers, answered=share, left_out=found.left_out)
+        return super().gradients(x, step, weights, rows)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers at several points in one exchange; see `Asks.ask`."""
         self._check_told_to_end()
-        if self.sums_only is None:
-            return super().ask(question)
-        # Who asks at many points finds the weights itself, and takes what can be had.
-        return self._summed(replace(question, weights=self.sums_only.nearest(question.weights)))
+        if self.sums_only is not None:
+            # Who asks at many points finds the weights itself, and takes what can be had.
+            question = replace(question, weights=self.sums_only.nearest(question.weights))
+        return super().ask(question)
 
     def _summed(self, question: Question) -> Callable[[], Answers]:
         """Ask the peers for sums that they pass on."""
-        weights = question.weights.cpu().double()
+        if self.sums_only is None:
+            return super()._summed(question)
+        weights, step = question.weights.cpu().double(), question.step
         wanted = [name for k, name in enumerate(self.names) if not weights[:, k].isnan().all()]
-        left_out = self._liveness.not_asked(wanted, question.step)
-        left_out |= {
-            name: "no answer"
-            for name in wanted
-            if name not in left_out and not self.others.mates[name].linked.is_set()
-        }
-        for name in left_out:
-            weights[:, self.names.index(name)] = math.nan
-            if left_out[name] == "no answer":
-                self._liveness.miss(name, question.step, None)
+        left_out = self._liveness.not_asked(wanted, step)
+        for name in wanted:
+            if name not in left_out and not self.others.mates[name].linked.is_set():
+                left_out[name] = NO_ANSWER
+                self._liveness.miss(name, step, NO_ANSWER)
+            if name in left_out:
+                weights[:, self.names.index(name)] = math.nan
         asked = [name for name in wanted if name not in left_out]
-        sent = None if self._rounding is None else self._rounding(question.points.detach())
-        size = self.batch_size if question.batch_size is None else question.batch_size
-        request = self._request(
-            question.points.detach(), question.step, work=question.work, batch_size=size
-        )
-        request = replace(request, buffers={**request.buffers, **question.buffers})
-        if not asked:
-            return lambda: read_sum(question, {}, self.names, wanted)
+        sent = None if self._rounding is None else self._rounded(question, self._rounding)
         replies = self._transport.send(
             asked,
             "sum",
-            pack_request(request, sent),
+            self._request(question).message(sent),
             weights=to_array(weights),
             columns=list(self.names),
             sketched=question.sketched,
@@ -209,17 +197,14 @@ class TorchDistributed(Remote):
         )
 
         def answers() -> Answers:
-            began = time.perf_counter()
-            given = replies.wait(lambda reply: isinstance(reply, dict) and "outcomes" in reply)  # type: ignore[call-arg]
-            self._mine.seconds_waiting += time.perf_counter() - began
-            fine = {name: reply for name, reply in given.items() if isinstance(reply, dict)}
+            replied = replies.wait(lambda reply: isinstance(reply, dict) and "outcomes" in reply)  # type: ignore[call-arg]
+            fine = {name: reply for name, reply in replied.items() if isinstance(reply, dict)}
             for name in asked:
-                if name not in fine:
-                    self._liveness.miss(name, question.step, None)
-                    continue
-                self._liveness.answered(name)
-                sizes = [each.nbytes for each in fine[name].values() if hasattr(each, "nbytes")]
-                self._transport.received(name, sum(sizes))
+                if name in fine:
+                    self._liveness.answered(name)
+                    self._transport.received(name, message_bytes(fine[name]))
+                else:
+                    self._liveness.miss(name, step, NO_ANSWER)
             found = read_sum(replace(question, weights=weights), fine, self.names, asked)
             return replace(found, left_out=left_out | dict(found.left_out))
 
@@ -229,10 +214,12 @@ class TorchDistributed(Remote):
         """Return how gradients travel, and who the peers are."""
         peers = {hello["name"]: hello["examples"] for hello in self._hellos.values()}
         data = [self.own.sampler.me.fingerprint(), *(h["data"] for h in self._hellos.values())]
-        how = "passed on, added up on the way" if self.sums_only else "added up by user 0, in order"
+        added = (
+            "passed on, added up on the way" if self.sums_only else "added up by user 0, in order"
+        )
         return super().describe() | {
             "engine": "processes" + ", masked sums" * (self._sums is not None),
-            "average": how,
+            "average": added,
             "peers": peers,
             "data": " ".join(data),
         }
@@ -293,13 +280,12 @@ def serve(
         run = others.hear(0, "run", **_RUN)
         if not run["batch_size"] > 0:
             raise PeerLost(f"user 0 asks for a run that there is none of: {printable(run)}")
-        hello: dict[str, Any] = {"name": user.name, "refused": None, "sums_only": None}
+        least = 1 if caps is None else caps.examples
+        examples = "a stream" if user.is_stream else len(user) // least * least
+        data = user.fingerprint() if privacy is None else PRIVATE
+        hello = _hello(model, user.name, examples, data)
         if sums is not None:
             hello["sums_only"] = [sums.peers, sums.share]
-        hello |= {"size": (parameters := Parameters(model)).size, "dtype": str(parameters.dtype)}
-        hello["data"] = user.fingerprint() if privacy is None else PRIVATE
-        least = 1 if caps is None else caps.examples
-        hello["examples"] = "a stream" if user.is_stream else len(user) // least * least
         try:
             if secure_sums and not run["secure_sums"]:
                 raise KnobError(
@@ -308,10 +294,9 @@ def serve(
             if privacy is not None:
                 check_margin(privacy.margin, sums if secure_sums else None)
             mine = _with_constants(model, run["constants"])
-            how: dict[str, Any] = {"batch_size": run["batch_size"], "seed": run["seed"]}
-            peer = InProcess(mine, loss, user, **how, one_by_one=True).peer(
-                user.name, caps, log, privacy
-            )
+            sizes = {name: run[name] for name in ("batch_size", "seed")}
+            alone = InProcess(mine, loss, user, **sizes, one_by_one=True)
+            peer = alone.peer(user.name, caps, log, privacy)
         except CoterieError as error:
             # the text may tell of an example
             said = str(error) if privacy is None else type(error).__name__
@@ -319,6 +304,7 @@ def serve(
             with contextlib.suppress(PeerLost):  # once it was read
                 others.hear(0, "go")
             raise
+        before = peer.ledger.given
         member = _Member(others, peer, sums, masked_only=secure_sums)
         others.say("hello", hello | {"promise": peer.promise(run["batch_size"])})
         go = others.hear(0, "go", refused=str | None, names=dict, sums=bool)
@@ -331,7 +317,7 @@ def serve(
                 f"{user.name!r} (rank {others.rank}) lost user 0, and ends; start everybody again"
                 " and resume"
             )
-        return member.given
+        return peer.ledger.given - before
 
 
 class _Member:
@@ -340,7 +326,7 @@ class _Member:
     def __init__(
         self, others: Processes, peer: Peer, sums: SumsOnly | None, *, masked_only: bool
     ) -> None:
-        self.others, self.peer, self.lead, self.given = others, peer, others.of_rank(0), 0
+        self.others, self.peer, self.lead = others, peer, others.of_rank(0)
         # in a masked run a peer that gives plain gradients too takes part by the sums it allows
         self.responder = Responder(peer, sums if masked_only else None)
         if not masked_only and sums is not None:
@@ -370,7 +356,7 @@ class _Member:
         if mate is not self.lead:
             return {"refused": "it answers user 0 alone"}
         if method == "sum" and not self.responder.only_sums:
-            answer = functools.partial(self._counted, arguments.get("request"), mate, number)
+            answer = functools.partial(self.others.reply, mate, number)
             self.partial.asked(mate.name, answer, **arguments, number=number)
             return None
         if method == "gradients" and self.sums is not None and not self.responder.only_sums:
@@ -379,23 +365,10 @@ class _Member:
         if "joined" in found:  # to be compared by telephone
             shown = ", ".join(f"{name} {key}" for name, key in self.responder.known.items())
             logger.warning("%s: masked sums with the keys %s", self.peer.user.name, shown)
-        self._count(arguments.get("request"), found)
         return found
 
     def _pass_on(self, name: str, content: dict[str, Any]) -> None:
         self.others.ask([name], "passed", 0.0, **content)
-
-    def _counted(self, request: Any, mate: RemoteProcess, number: int, found: Any) -> None:
-        self._count(request, found)
-        self.others.reply(mate, number, found)
-
-    def _count(self, request: Any, found: Mapping[str, Any]) -> None:
-        """Count the gradients in an answer."""
-        if not isinstance(request, dict) or ("refused" in found and "outcomes" not in found):
-            return
-        points = (found["outcomes"] == 1).sum() if "outcomes" in found else len(request["points"])
-        if "gradients" in found or "part" in found or "outcomes" in found:
-            self.given += int(points) * (request.get("work") or {}).get("count", 1)
 
 
 class Mutual(Remote):
@@ -433,49 +406,40 @@ class Mutual(Remote):
         batch_size: int = 32,
         seed: int = 0,
         timeout: float = 30.0,
-        misses: int = 3,
-        probe_every: int = 10,
-        minimum: int = 1,
-        compress: Compress | None = None,
-        secure_sums: bool = False,
-        largest: float = 16.0,
         caps: Caps | None = None,
         log: Path | None = None,
         sums: SumsOnly | None = None,
         patience: float = 120.0,
         processes: Processes | None = None,
+        **settings: Unpack[RemoteSettings],
     ) -> None:
-        how: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
-        mine = InProcess(copy.deepcopy(model), loss, me, **how, one_by_one=True)
-        peer = mine.peer(me.name, caps, log)
-        how |= {"timeout": timeout, "misses": misses, "probe_every": probe_every}
-        how |= {"secure_sums": secure_sums, "largest": largest, "minimum": minimum}
-        how["compress"] = compress
+        mine = copy.deepcopy(model)
+        alone = InProcess(mine, loss, me, batch_size=batch_size, seed=seed, one_by_one=True)
+        peer = alone.peer(me.name, caps, log)
         self.others = processes or Processes(Rendezvous(patience))
         self.others.longest = _longest(model)
-        try:
-            parameters, told = peer.passes.parameters, peer.size
-            hello: dict[str, Any] = {
-                "name": me.name,
-                "examples": "a stream" if told is None else told,
-                "data": "",
-            }
-            hello |= {"size": parameters.size, "dtype": str(parameters.dtype)}
-            hello |= {"sums_only": None, "refused": None}
+        with self.others.or_leave():
+            size = peer.size
+            hello = _hello(model, me.name, "a stream" if size is None else size)
             hellos = self.others.exchange("hello", hello, **_HELLO)
             check_hellos(model, hellos, "this process")
             self._told = {hello["name"]: hello["examples"] for hello in hellos.values()}
             check_names([me.name, *self._told])
             self.others.are({rank: hello["name"] for rank, hello in hellos.items()})
-            run = None if caps is not None else (min(batch_size, told or batch_size), seed)
+            run = None if caps is not None else (min(batch_size, size or batch_size), seed)
             # each asks for masked sums of its own
             responders = {name: Responder(peer, sums) for name in self._told}
             self.others.answer(functools.partial(_answer_mate, responders, run))
             self.others.connect()
-            super().__init__(model, loss, me, peers, sites=self.others, names=[*self._told], **how)
-        except BaseException:
-            self.others.leave()
-            raise
+            super().__init__(
+                *(model, loss, me, peers),
+                sites=self.others,
+                names=[*self._told],
+                batch_size=batch_size,
+                seed=seed,
+                timeout=timeout,
+                **settings,
+            )
         self._examples |= {name: whole_number(n) for name, n in self._told.items()}
 
     def describe(self) -> dict[str, Any]:
@@ -510,6 +474,13 @@ def _check_rank(rank: int) -> None:
         raise KnobError(
             f"this process is rank {rank}; user 0 is rank 0, and every other must `serve`"
         )
+
+
+def _hello(model: nn.Module, name: str, examples: int | str, data: str = "") -> dict[str, Any]:
+    """Return what a process says of itself."""
+    parameters = Parameters(model)
+    hello = {"name": name, "examples": examples, "data": data, "size": parameters.size}
+    return hello | {"dtype": str(parameters.dtype), "sums_only": None, "refused": None}
 
 
 def _nothing(mate: RemoteProcess, method: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from coterie.engines.compression import SKETCH, Sketch, decoded, sketch_key
 from coterie.engines.engine import Answers, Question
+from coterie.engines.messages import to_array
 from coterie.engines.peer import Peer
-from coterie.engines.remote.messages import answer_message
-from coterie.engines.requests import to_array
+from coterie.engines.remote.responder import reply_to
 from coterie.privacy.masks import digest_of
 from coterie.privacy.sums import SumsOnly
 
@@ -38,23 +38,23 @@ class Passed:
     """A sum on its way: at each point over those peers that are in it."""
 
     total: Tensor  # of shape (P, d)
-    given: Tensor  # of shape (P, N): whose gradients it has
+    present: Tensor  # of shape (P, N): whose gradients it has
     strict: SumsOnly | None  # what all who give sums only, and are in it, ask for
 
     def plus(self, other: "Passed") -> "Passed":
         """Return the sum of both."""
         limits = [one.strict for one in (self, other) if one.strict is not None]
-        return Passed(self.total + other.total, self.given | other.given, strictest(limits))
+        return Passed(self.total + other.total, self.present | other.present, strictest(limits))
 
     def fit(self, weights: Tensor) -> "Passed":
         """Return the same without what would show too few of those who give sums only."""
         if self.strict is None:
             return self
-        enough = self.strict.allowed(weights.masked_fill(~self.given, torch.nan))
+        enough = self.strict.allowed(weights.masked_fill(~self.present, torch.nan))
         return replace(
             self,
             total=self.total.masked_fill(~enough[:, None], 0.0),
-            given=self.given & enough[:, None],
+            present=self.present & enough[:, None],
         )
 
 
@@ -152,10 +152,10 @@ class PartialSums:
         del self._open[number]
         if one.answer is not None:
             total = total.fit(one.weights)
-            one.answer({"total": to_array(total.total), "given": to_array(total.given)})
+            one.answer({"total": to_array(total.total), "given": to_array(total.present)})
             return
         strict = None if total.strict is None else [total.strict.peers, total.strict.share]
-        content = {"total": to_array(total.total), "given": to_array(total.given)}
+        content = {"total": to_array(total.total), "given": to_array(total.present)}
         content |= {"strict": strict, "digest": one.digest.hex()}
         self._pass_on(one.order[place + 1], {"sum": number, "content": content})
 
@@ -175,27 +175,28 @@ class PartialSums:
         asked = ~weights[:, column].isnan()
         allowed = asked if strict is None else asked & strict.allowed(weights)
         outcomes = torch.where(asked, SumOutcome.REFUSED, SumOutcome.NOTHING)
-        given = torch.zeros(weights.shape, dtype=torch.bool)
+        present = torch.zeros(weights.shape, dtype=torch.bool)
         x = self.peer.passes.parameters
         total = torch.zeros(len(points), size, dtype=x.dtype)
         shown = torch.full((sketched, sketch), torch.nan, dtype=x.dtype)
-        reply: dict[str, Any] = {"refused": None}
-        if not allowed.any():
-            reply["refused"] = self.peer.refuse(f"it gives {strict}", caller).refused
+        if allowed.any():
+            replied = reply_to(self.peer, caller, request, wanted=allowed.tolist())
         else:
-            reply |= answer_message(self.peer, caller, _at(request, allowed.numpy()))
-        if (sent := reply.pop("gradients", None)) is not None:
-            rows, places = _tensor(sent).to(total), allowed.nonzero().flatten()
+            replied = self.peer.refuse(f"it gives {strict}", caller)
+        if replied.gradients is not None:
+            rows, places = replied.gradients.cpu(), allowed.nonzero().flatten()
             finite = rows.isfinite().all(1)
             outcomes[places] = torch.where(finite, SumOutcome.GRADIENT, SumOutcome.NOTHING)
             used = places[finite]
             total[used] = weights[used, column, None].to(total) * rows[finite]
-            given[used, column] = True
+            present[used, column] = True
             if sketched:
                 made = Sketch(size, sketch, sketch_key(request["seed"], request["step"]))
                 shown[used[used < sketched]] = made(rows[finite][used < sketched])
-        reply |= {"outcomes": to_array(outcomes), "sketches": to_array(shown)}
-        return reply, Passed(total, given, strict if given.any() else None)
+        reply: dict[str, Any] = {"refused": replied.refused, "outcomes": to_array(outcomes)}
+        return reply | {"sketches": to_array(shown)}, Passed(
+            total, present, strict if present.any() else None
+        )
 
 
 def read_sum(
@@ -220,24 +221,24 @@ def read_sum(
             if sketches.shape[1] == shown.shape[2]:
                 shown[:, k] = _tensor(sketches).to(shown)
     last = replies.get(asked[-1], {}) if asked else {}
-    sums, given = torch.zeros_like(points), torch.zeros(shape, dtype=torch.bool)
+    sums, present = torch.zeros_like(points), torch.zeros(shape, dtype=torch.bool)
     if is_array(last.get("total"), tuple(points.shape), "f") and is_array(
         last.get("given"), shape, "b"
     ):
-        sums, given = _tensor(last["total"]).to(points), torch.from_numpy(np.array(last["given"]))
-        given &= ~question.weights.isnan().cpu()
+        sums, present = _tensor(last["total"]).to(points), torch.from_numpy(np.array(last["given"]))
+        present &= ~question.weights.isnan().cpu()
     lost = ~sums.isfinite().all(1)
-    sums, given = sums.masked_fill(lost[:, None], 0.0), given & ~lost[:, None].cpu()
+    sums, present = sums.masked_fill(lost[:, None], 0.0), present & ~lost[:, None].cpu()
     refused = outcomes == SumOutcome.REFUSED
     for name in asked:
         k = names.index(name)
-        missing = ~question.weights[:, k].isnan().cpu() & ~given[:, k]
+        missing = ~question.weights[:, k].isnan().cpu() & ~present[:, k]
         if name not in left_out and bool(missing.any()):
             at = int(missing.int().argmax())
             no_sum = "the sum is not finite" if lost.any() else "no sum"
             said = "refused" if refused[at, k] else "not finite"
             left_out[name] = no_sum if outcomes[at, k] == SumOutcome.GRADIENT else said
-    there = (question.weights.cpu().masked_fill(~given, 0.0)).sum(1).to(points)
+    there = (question.weights.cpu().masked_fill(~present, 0.0)).sum(1).to(points)
     return Answers(sums, there, left_out, sketches=shown, refused=refused)
 
 
@@ -264,29 +265,16 @@ def _read_passed(content: Mapping[str, Any], one: _Open) -> Passed | None:
     """Return a sum that was passed on; None where it is not the one that is open."""
     mine = one.mine
     total: Any = content.get("total")
-    given, strict = content.get("given"), content.get("strict")
+    present, strict = content.get("given"), content.get("strict")
     if mine is None or content.get("digest") != one.digest.hex():
         return None
-    shapes = tuple(mine.total.shape), tuple(mine.given.shape)
-    if not (is_array(total, shapes[0], "f") and is_array(given, shapes[1], "b")):
+    shapes = tuple(mine.total.shape), tuple(mine.present.shape)
+    if not (is_array(total, shapes[0], "f") and is_array(present, shapes[1], "b")):
         return None
     limits = None if strict is None else SumsOnly(*strict)
-    return Passed(_tensor(total).to(mine.total), torch.from_numpy(np.array(given)), limits)
+    return Passed(_tensor(total).to(mine.total), torch.from_numpy(np.array(present)), limits)
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     numbers = decoded(array)
     return torch.from_numpy(np.array(array)) if numbers is None else numbers
-
-
-def _at(request: Mapping[str, Any], places: Any) -> dict[str, Any]:
-    """Return a request at some of its points."""
-    n, asked = len(request["points"]), dict(request)
-    asked["points"] = request["points"][places]
-    asked["buffers"] = {
-        name: rows[places] if len(rows) == n else rows
-        for name, rows in request.get("buffers", {}).items()
-    }
-    if isinstance(work := request.get("work"), dict) and work.get("add") is not None:
-        asked["work"] = {**work, "add": work["add"][places]}
-    return asked

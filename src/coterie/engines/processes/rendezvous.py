@@ -198,6 +198,8 @@ def _keep(at: Address) -> Store:
         logger.warning(
             "%s is %s here: processes on other machines cannot reach it", at.address, place[0]
         )
-    how: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-    store: Store = TCPStore(at.address, at.port, at.size, is_master=True, timeout=REACHING, **how)
+    settings: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store: Store = TCPStore(
+        at.address, at.port, at.size, is_master=True, timeout=REACHING, **settings
+    )
     return store

@@ -10,39 +10,59 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from coterie.arguments import COUNT, POSITIVE
+from coterie.arguments import COUNT, POSITIVE, either, mapped
 from coterie.engines.compression import COMPRESS, HALVES, Compress, Rounding, relative_error
 from coterie.engines.engine import Answers, Capabilities, Question
 from coterie.engines.in_process.engine import InProcess
-from coterie.engines.remote.masked import MaskedGroups, SecureSums
-from coterie.engines.remote.messages import pack_request, read_reply
-from coterie.engines.remote.sites import CountedTransport, Liveness, Replies, Sites, seconds_told
-from coterie.engines.requests import Request, noise_told, promise_told, whole_number
-from coterie.errors import KnobError, printable
-from coterie.gradients.gradients import Gradients, add_up, is_finite
-from coterie.gradients.parameters import frozen_digest
-from coterie.privacy.masked_sums import MaskedSums
+from coterie.engines.in_process.passes import Passes
+from coterie.engines.messages import (
+    NO_ANSWER,
+    Request,
+    promise_told,
+    read_gradients,
+    size_told,
+    whole_number,
+)
+from coterie.engines.peer import Caps, Peer
+from coterie.engines.peer.ledger import Ledger
+from coterie.engines.remote.masked import MaskedGroups, MaskedSums
+from coterie.engines.remote.sites import (
+    CountedTransport,
+    Kind,
+    Liveness,
+    LocalSites,
+    Replies,
+    Sites,
+)
+from coterie.errors import KnobError, did_you_mean, printable
+from coterie.gradients.gradients import Gradients, add_up, complete
+from coterie.gradients.parameters import frozen_digest, is_finite
+from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.recording.costs import Traffic
-from coterie.users.user import Loss, User, check_names
+from coterie.users.user import PEERS, Loss, User, check_names
 
 logger = logging.getLogger(__name__)
 
-"""What numbers may be rounded to on the way."""
+T = TypeVar("T")
 
-
-Given: TypeAlias = dict[tuple[int, int], Tensor]
+Places = dict[tuple[int, int], Tensor]
 """Gradients by place: of the point, and of the site among all."""
 
-Kind: TypeAlias = tuple[int, int, str]
-"""What takes about as long to answer: so many points, so many steps of one's own, such an E-step."""
 
-SLACK = 4.0
-"""How much longer than of late an answer may take."""
+class RemoteSettings(TypedDict, total=False):
+    """Settings of `Remote` that engines derived from it hand on."""
+
+    misses: int
+    probe_every: int
+    minimum: int
+    compress: Compress | None
+    secure_sums: bool | Mapping[str, Sequence[str]]
+    largest: float
 
 
 class Remote:
@@ -108,13 +128,19 @@ class Remote:
         check_names([me.name, *names])
         self.groups = {} if isinstance(secure_sums, bool) else dict(secure_sums)
         if self.groups:
-            how: dict[str, Any] = {"timeout": timeout, "misses": misses}
-            how |= {"largest": largest, "batch_size": batch_size}
-            sites, names = MaskedGroups(sites, self.groups, names, **how), tuple(self.groups)
+            sites = MaskedGroups(
+                *(sites, self.groups, names),
+                timeout=timeout,
+                batch_size=batch_size,
+                misses=misses,
+                largest=largest,
+            )
+            names = tuple(self.groups)
             check_names([me.name, *names])
         self.names = tuple(names)
-        own: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "one_by_one": one_by_one}
-        self.own = InProcess(model, loss, me, **own)
+        self.own = InProcess(
+            model, loss, me, batch_size=batch_size, seed=seed, one_by_one=one_by_one
+        )
         self.batch_size, self.seed, self._alone = batch_size, seed, False
         self._transport = CountedTransport(sites, timeout, me.name, self.names)
         self._mine = self._transport.mine
@@ -124,13 +150,14 @@ class Remote:
         self._rounding = None if compress is None else Rounding(HALVES[compress])
         self._examples: dict[str, int | None] = dict(self.own.capabilities.examples)
         self._noise: dict[str, float] = {}
-        self._took: dict[tuple[str, Kind], float] = {}  # how long answers have taken of late
         self._no_e_steps = "no site has said that it answers E-steps"
         self._frozen = frozen_digest(model)
-        self._sums: SecureSums | None = None
+        self._sums: MaskedSums | None = None
         if secure_sums and not self.groups:
-            sums = MaskedSums(misses=misses, minimum=minimum, largest=largest)
-            self._sums = SecureSums(sums, self._transport, batch_size)
+            self._sums = MaskedSums(
+                self._transport, batch_size, misses=misses, minimum=minimum, largest=largest
+            )
+        self._gives_sums = self._sums is not None  # of which no parts are seen
         self._ask_sizes()
 
     @property
@@ -163,102 +190,189 @@ class Remote:
         self, x: Tensor, step: int, weights: Mapping[str, float], rows: bool = False
     ) -> Gradients:
         """Return everybody's gradients at x; see `Engine.gradients`."""
-        if self._sums is not None:
-            return self._with_sum(self._sums, x, step, weights, rows=rows)
-        given = torch.tensor(
-            [[weights.get(name, math.nan) for name in self.names]], dtype=torch.float64
-        )
-        answers = self._asked(Question(x[None], step, given)) if weights else None
-        began = time.perf_counter()
-        mine = self.own.gradients(x, step, {})
-        self._mine.seconds_computing += time.perf_counter() - began
-        if answers is None:
-            return mine
-        given_by, left_out = answers()
-        kept = {self.names[peer]: row for (_, peer), row in given_by.items()}
+        if rows and not self.capabilities.rows:
+            raise KnobError(
+                "the peers give sums only, which have no rows; use a rule that needs none"
+            )
+        if not weights:
+            return self._own_gradients(x, step)
+        asked = [[weights.get(name, math.nan) for name in self.names]]
+        question = Question(x.detach()[None], step, torch.tensor(asked, dtype=torch.float64))
+        if self._gives_sums:
+            summed = self._summed(question)
+            mine, total = self._own_gradients(x, step), self._waited(summed)
+            left_out = total.left_out
+            present = sum(weight for name, weight in weights.items() if name not in left_out)
+            assert total.sums is not None  # noqa: S101  # no rows were asked for
+            peers, answered = complete(mine.own, total.sums[0], present)
+            return replace(mine, peers=peers, answered=answered, left_out=left_out)
+        waiting = self._asked(question)
+        mine = self._own_gradients(x, step)
+        found, left_out = self._waited(waiting)
+        kept = {self.names[peer]: row for (_, peer), row in found.items()}
         names = tuple(name for name in weights if name in kept)
         if not rows:  # in the order of the weights: the same bits wherever the peers are
             arriving = ((name, kept[name]) for name in names)
-            peers, share, _ = add_up(mine.own, arriving, weights)
-            return replace(mine, peers=peers, answered=share, left_out=left_out)
+            peers, answered, _ = add_up(mine.own, arriving, weights)
+            return replace(mine, peers=peers, answered=answered, left_out=left_out)
         matrix = torch.stack([kept[name] for name in names]) if names else x.new_empty(0, len(x))
         return mine.with_peers(matrix, names, weights, left_out, rows=rows)
 
     def ask(self, question: Question) -> Callable[[], Answers]:
         """Ask each site at those points where it has a weight, in one exchange; see `Asks.ask`."""
-        if question.e_step is not None and self._sums is not None:
-            return self._summed_e_step(self._sums, question)
-        if self._sums is not None:
-            raise KnobError(
-                "masked sums are of gradients at one point, and have no rows; ask by `gradients`"
-            )
+        if self._gives_sums:
+            if question.e_step is None and not self.capabilities.many_points:
+                raise KnobError("masked sums are of gradients at one point; ask by `gradients`")
+            return partial(self._waited, self._summed(question))
         question = question if question.e_step is None else replace(question, rows=True)
         waiting = self._asked(question)
+        return lambda: Answers.over(question, len(self.names), *self._waited(waiting))
 
-        def answers() -> Answers:
-            given_by, left_out = waiting()
-            return Answers.over(question, given_by, len(self.names), left_out)
+    def _own_gradients(self, x: Tensor, step: int) -> Gradients:
+        began = time.perf_counter()
+        mine = self.own.gradients(x, step, {})
+        self._mine.seconds_computing += time.perf_counter() - began
+        return mine
 
-        return answers
+    def _waited(self, waiting: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        found = waiting()
+        self._mine.seconds_waiting += time.perf_counter() - began
+        return found
 
-    def _asked(self, question: Question) -> Callable[[], tuple[Given, dict[str, str]]]:
-        """Ask each site, and return what waits for those gradients that can be used, and for who is left out."""
-        step, wanted_by = question.step, (~question.weights.isnan()).T.cpu()
-        asked = {
-            name: wanted for name, wanted in zip(self.names, wanted_by, strict=True) if wanted.any()
-        }
-        left_out = self._liveness.not_asked(asked, step)
-        alike: dict[tuple[bool, ...], list[str]] = {}
-        for name, wanted in asked.items():
-            if name not in left_out:
-                alike.setdefault(tuple(wanted.tolist()), []).append(name)
-        points = question.points.detach()
-        exact = self._rounding is None or question.e_step is not None
-        sent = None if exact or self._rounding is None else self._rounding(points)
-        if sent is not None:
-            self._mine.rounding = max(self._mine.rounding, relative_error(points, sent))
-        waiting = [
-            (names, time.monotonic(), self._send(names, question, list(wanted), sent))
-            for wanted, names in alike.items()
-        ]
-        return partial(self._answers, question, asked, waiting, left_out)
-
-    def _summed_e_step(self, masked: SecureSums, question: Question) -> Callable[[], Answers]:
-        """Let sites answer an E-step under masks: their sum comes."""
-        sums, form = masked.sums, question.form
+    def _summed(self, question: Question) -> Callable[[], Answers]:
+        """Ask for the sum of the sites' answers at one point, by masks."""
+        assert self._sums is not None  # noqa: S101  # see `_gives_sums`
         weights = dict(zip(self.names, question.weights[0].nan_to_num().tolist(), strict=True))
-        request = self._request(question.points.detach(), question.step, e_step=question.e_step)
-        waiting = masked.ask(pack_request(request), weights)
+        waiting, form = self._sums.ask(self._request(question).message(), weights), question.form
 
         def answers() -> Answers:
             summed, left_out = waiting()
-            if summed is None:
-                return Answers(torch.zeros_like(form), form.new_zeros(1), sums.lost | left_out)
-            answered = sum(weight for name, weight in weights.items() if name not in sums.lost)
-            return Answers(summed.reshape(form.shape), form.new_tensor([answered]), sums.lost)
+            there = sum(weight for name, weight in weights.items() if name not in left_out)
+            total = torch.zeros_like(form) if summed is None else summed.reshape(form.shape)
+            return Answers(total.to(form), form.new_tensor([there]), left_out)
 
         return answers
 
+    def _asked(self, question: Question) -> Callable[[], tuple[Places, dict[str, str]]]:
+        """Ask each site, and return what waits for those gradients that can be used, and for who is left out."""
+        wanted_by = (~question.weights.isnan()).T.tolist()
+        asked = {name: yes for name, yes in zip(self.names, wanted_by, strict=True) if any(yes)}
+        left_out = self._liveness.not_asked(asked, question.step)
+        alike: dict[tuple[bool, ...], list[str]] = {}
+        for name, wanted in asked.items():
+            if name not in left_out:
+                alike.setdefault(tuple(wanted), []).append(name)
+        work, e_step = question.work, question.e_step
+        rounded = None if self._rounding is None else self._rounded(question, self._rounding)
+        told = "" if e_step is None else e_step.told
+        kind: Kind = len(question.points), 0 if work is None else work.count, told
+        waiting, request = [], self._request(question)
+        for wanted, names in alike.items():
+            sent = None if rounded is None else rounded[list(wanted)]
+            # a copy: a late site may still be sent to when points have moved
+            message = request.at(wanted).message(sent)
+            since, patience = time.monotonic(), self._liveness.patience(names, kind)
+            replies = self._transport.send(names, "gradients", message, patience=patience)
+            waiting.append((names, since, replies))
+        return partial(self._received, question, kind, asked, waiting, left_out)
+
+    def _rounded(self, question: Question, rounding: Rounding) -> Tensor | None:
+        """Return the points in the precision in which they are sent; None where it is their own."""
+        if question.e_step is not None:
+            return None
+        points = question.points.detach()
+        sent = rounding(points)
+        self._mine.rounding = max(self._mine.rounding, relative_error(points, sent))
+        return sent
+
+    def _request(self, question: Question) -> Request:
+        """Return what is asked at the points of a question, with the model's buffers."""
+        held = self.own.passes.model.named_buffers()
+        return Request(
+            question.points.detach(),
+            question.step,
+            self.seed,
+            self.batch_size if question.batch_size is None else question.batch_size,
+            {name: buffer[None] for name, buffer in held} | dict(question.buffers),
+            self._frozen,
+            question.work,
+            question.e_step,
+        )
+
+    def _received(
+        self,
+        question: Question,
+        kind: Kind,
+        asked: Mapping[str, Sequence[bool]],
+        waiting: Sequence[tuple[Sequence[str], float, Replies]],
+        left_out: dict[str, str],
+    ) -> tuple[Places, dict[str, str]]:
+        """Wait for the sites, and return what can be used of their answers, and who is left out."""
+        form, usable = question.form[:1], Places()
+        for names, since, sent in waiting:
+            replies = sent.wait()
+            if all(name in replies for name in names):
+                seconds, took = time.monotonic() - since, self._liveness.took
+                for name in names:
+                    took[name, kind] = max(seconds, 0.9 * took.get((name, kind), 0.0))
+            for name in names:
+                places = [place for place, yes in enumerate(asked[name]) if yes]
+                like = form.expand(len(places), -1)
+                rows = self._read(name, replies.get(name), question.step, like)
+                if isinstance(rows, str):
+                    left_out[name] = rows
+                    continue
+                peer = self.names.index(name)
+                finite = {
+                    (k, peer): row for k, row in zip(places, rows, strict=True) if is_finite(row)
+                }
+                usable |= finite
+                if len(finite) < len(places):
+                    left_out[name] = "not finite"
+        numbers = collections.Counter(place for place, _ in usable)
+        few = [place for place in range(len(question.points)) if numbers[place] < self.minimum]
+        for name, wanted in asked.items():
+            if name not in left_out and any(wanted[place] for place in few):
+                left_out[name] = f"fewer than {self.minimum} peers answered"
+        usable = {(place, peer): row for (place, peer), row in usable.items() if place not in few}
+        if self._alone == bool(usable):
+            self._alone = not self._alone
+            said = "going on alone" if self._alone else "no longer alone"
+            logger.warning("step %d: %s", question.step, said)
+        return usable, left_out
+
+    def _read(self, name: str, reply: Any, step: int, like: Tensor) -> Tensor | str:
+        """Return a site's gradients, or why there are none, and take note of what it tells."""
+        answer = read_gradients(name, reply, step, like)
+        if isinstance(answer, str):
+            if answer == NO_ANSWER or answer.startswith("refused"):
+                self._liveness.miss(name, step, answer)
+            else:
+                self._liveness.answered(name)
+            return answer
+        self._liveness.answered(name)
+        self._transport.received(name, reply["gradients"].nbytes)
+        self._examples[name] = whole_number(reply.get("examples"))
+        self._noise[name] = size_told(reply.get("noise"))
+        traffic = self._transport.traffic[name]
+        traffic.rounding = max(traffic.rounding, size_told(reply.get("rounding")))
+        traffic.seconds_computing += size_told(reply.get("seconds"), self.timeout)
+        return answer
+
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""
-        knobs = {
-            name: getattr(self, name) for name in ("timeout", "misses", "probe_every", "minimum")
-        }
-        knobs |= {} if self.compress is None else {"compress": self.compress}
-        knobs |= {} if self._sums is None else {"largest": self._sums.sums.largest}
-        knobs |= (
-            {"groups": {name: list(group) for name, group in self.groups.items()}}
-            if self.groups
-            else {}
-        )
+        names = ("timeout", "misses", "probe_every", "minimum")
+        knobs = {name: getattr(self, name) for name in names}
+        if self.compress is not None:
+            knobs["compress"] = self.compress
+        if self._sums is not None:
+            knobs["largest"] = self._sums.largest
+        if self.groups:
+            knobs["groups"] = {name: list(group) for name, group in self.groups.items()}
         masked = ", masked sums" if self._sums is not None or self.groups else ""
-        about = {"engine": f"elsewhere{masked}"}
-        return (
-            self.own.describe()
-            | about
-            | {"peers": dict.fromkeys(self.names, "at its site")}
-            | knobs
-        )
+        about = {"engine": f"elsewhere{masked}", "peers": dict.fromkeys(self.names, "at its site")}
+        return self.own.describe() | about | knobs
 
     def traffic(self) -> Mapping[str, Traffic]:
         """Return what has travelled so far, by user; a site's waiting is not known here."""
@@ -267,55 +381,20 @@ class Remote:
     def promises(self) -> Mapping[str, Mapping[str, float]]:
         """Ask private sites what they promise and have spent, and return it with the noise they told."""
         # who has spent all, and refuses, too; all, where the last steps were another job's
-        heard = self._noise or dict.fromkeys(self.names, 1.0)
-        asked = [name for name, noise in heard.items() if noise]
+        noisy = self._noise or dict.fromkeys(self.names, 1.0)
+        asked = [name for name, noise in noisy.items() if noise]
         if not asked or self._sums is not None or self.groups:
             return {}
-        replies = self._transport.ask(asked, "ready").wait()
-        terms = {
-            name: reply.get("promise") for name, reply in replies.items() if isinstance(reply, dict)
-        }
-        told = {
-            name: promise for name in terms if (promise := promise_told(terms[name])) is not None
-        }
-        noise = {name: {"noise": told} for name, told in self._noise.items()}
-        return {name: promise | noise.get(name, {}) for name, promise in told.items()}
+        promised = {}
+        for name, terms in self._transport.ask(asked, "ready").wait().items():
+            fields = terms if isinstance(terms, dict) else {}
+            if (promise := promise_told(fields.get("promise"))) is not None:
+                noise = {"noise": self._noise[name]} if name in self._noise else {}
+                promised[name] = promise | noise
+        return promised
 
     def close(self) -> None:
         """Do nothing: the sites are let go where the job ends."""
-
-    def _with_sum(
-        self, sums: SecureSums, x: Tensor, step: int, weights: Mapping[str, float], *, rows: bool
-    ) -> Gradients:
-        """Return the own gradient and the sites' masked sum at x."""
-        if rows:
-            raise KnobError(
-                "masked sums have no rows; use a rule that needs none, with `rows=False`"
-            )
-        waiting = (
-            sums.ask(pack_request(self._request(x.detach()[None], step)), weights)
-            if weights
-            else None
-        )
-        began = time.perf_counter()
-        mine = self.own.gradients(x, step, {})
-        computed = time.perf_counter()
-        self._mine.seconds_computing += computed - began
-        if waiting is None:
-            return mine
-        given = waiting()
-        self._mine.seconds_waiting += time.perf_counter() - computed
-        return sums.sums.with_sum(mine, *given, weights)
-
-    def _request(self, points: Tensor, step: int, **more: Any) -> Request:
-        """Return what sites are asked at some points, with the model's buffers."""
-        buffers = {name: buffer[None] for name, buffer in self.own.passes.model.named_buffers()}
-        how: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "buffers": buffers,
-            "frozen": self._frozen,
-        }
-        return Request(points, step, self.seed, **how | more)
 
     def _ask_sizes(self) -> None:
         """Ask how many examples sites have, by which a rule may weigh them, and if they answer E-steps."""
@@ -328,111 +407,84 @@ class Remote:
         if why_not:
             self._no_e_steps = "; ".join(f"{name}: {why}" for name, why in why_not.items() if why)
 
-    def _send(
-        self, names: Sequence[str], question: Question, wanted: list[bool], sent: Tensor | None
-    ) -> Replies:
-        """Send a question to sites that are asked at the same points.
 
-        `sent` are these where they are rounded.
-        """
-        work = (
-            None
-            if question.work is None
-            else question.work.at([k for k, yes in enumerate(wanted) if yes])
-        )
-        points = question.points.detach()
-        how: dict[str, Any] = {"work": work, "e_step": question.e_step}
-        request = self._request(points if all(wanted) else points[wanted], question.step, **how)
-        moved = {name: rows[wanted] for name, rows in question.buffers.items()}
-        request = replace(
-            request,
-            buffers={**request.buffers, **moved},
-            batch_size=self.batch_size if question.batch_size is None else question.batch_size,
-        )
-        rounded = None if sent is None else sent[wanted]
-        # a copy: a late site may still be sent to when points have moved
-        message = pack_request(request, rounded)
-        patience = self._patience([(name, _kind(question)) for name in names])
-        return self._transport.send(names, "gradients", message, patience=patience)
+PROMISES = either(
+    PROMISE, mapped(PROMISE, "a `coterie.privacy.Privacy`, or one by the name of each private peer")
+)
+"""What peers may promise."""
 
-    def _patience(self, asked: Sequence[tuple[str, Kind]]) -> float:
-        """Return how long to wait for sites, by how long they took to answer the like."""
-        took = max(self._took.get(one, math.inf) for one in asked)
-        least: float = self.timeout / self.misses
-        seconds: float = min(self.timeout, max(least, SLACK * took))
-        return seconds
 
-    def _answers(
+class PrivatePeers(Remote):
+    """Gradients of users in this process whose peers promise (ε, δ).
+
+    To find out what a promise costs.
+
+    Peers answer and refuse as they would between organisations; what they spend is counted in
+    memory, and is forgotten with the engine.
+
+    Args:
+        model, loss, me, peers, batch_size, seed: as for `InProcess`.
+        privacy: what every peer promises, or by name what some do; the others' gradients are plain.
+        gradients: how many gradients each private peer gives in all; `AdaptiveAveraging` asks for
+            4.5 a step. The noise follows from it where `privacy` does not say it.
+
+    Example:
+        >>> import functools, torch, coterie
+        >>> users = [User(name, torch.randn(40, 2), torch.randn(40, 1)) for name in ("me", "a", "b")]
+        >>> promise = Privacy(epsilon=4.0, delta=1e-3, clip=1.0)
+        >>> private = functools.partial(PrivatePeers, privacy=promise, gradients=90)
+        >>> loss = nn.functional.mse_loss
+        >>> run = coterie.train(nn.Linear(2, 1), loss, users[0], users[1:], steps=20, engine=private)
+        >>> run.step
+        20
+    """
+
+    def __init__(
         self,
-        question: Question,
-        asked: Mapping[str, Tensor],
-        waiting: Sequence[tuple[Sequence[str], float, Replies]],
-        left_out: dict[str, str],
-    ) -> tuple[Given, dict[str, str]]:
-        """Wait for the sites, and return what can be used of their answers, and who is left out."""
-        form, began = question.form, time.perf_counter()
-        usable: Given = {}
-        for names, since, sent in waiting:
-            replies = sent.wait()
-            if all(name in replies for name in names):
-                took, kind = time.monotonic() - since, _kind(question)
-                for name in names:
-                    self._took[name, kind] = max(took, 0.9 * self._took.get((name, kind), 0.0))
-            for name in names:
-                places = asked[name].nonzero().flatten().tolist()
-                answer = self._read(
-                    name, replies.get(name), question.step, form[:1].expand(len(places), -1)
+        model: nn.Module,
+        loss: Loss,
+        me: User,
+        peers: Sequence[User],
+        *,
+        privacy: Privacy | Mapping[str, Privacy],
+        gradients: int | None = None,
+        batch_size: int = 32,
+        seed: int = 0,
+    ) -> None:
+        names = [peer.name for peer in PEERS("peers", peers)]
+        PROMISES("privacy", privacy)
+        self.privacy = (
+            dict.fromkeys(names, privacy) if isinstance(privacy, Privacy) else dict(privacy)
+        )
+        if unknown := [name for name in self.privacy if name not in names]:
+            raise KnobError(
+                f"`privacy` names an unknown peer {unknown[0]!r}; the peers are {', '.join(names)}"
+                f"{did_you_mean(unknown[0], names)}"
+            )
+        for promise in self.privacy.values():
+            if promise.batch_size not in (None, batch_size):
+                raise KnobError(
+                    f"`batch_size` of `privacy`, {promise.batch_size}, must be that of the run,"
+                    f" {batch_size}, or be left out: peers would refuse every gradient"
                 )
-                if isinstance(answer, str):
-                    left_out[name] = answer
-                    continue
-                finite = {
-                    place: row for place, row in zip(places, answer, strict=True) if is_finite(row)
-                }
-                usable |= {(place, self.names.index(name)): row for place, row in finite.items()}
-                if len(finite) < len(places):
-                    left_out[name] = "not finite"
-        self._mine.seconds_waiting += time.perf_counter() - began
-        return self._where_enough(question, usable, asked, left_out), left_out
+        passes = Passes(model, loss)
+        self.peers = {peer.name: self._peer(peer, passes, gradients) for peer in peers}
+        sites = LocalSites(self.peers)
+        super().__init__(
+            model, loss, me, sites=sites, names=names, batch_size=batch_size, seed=seed
+        )
 
-    def _where_enough(
-        self,
-        question: Question,
-        usable: Given,
-        asked: Mapping[str, Tensor],
-        left_out: dict[str, str],
-    ) -> Given:
-        """Use nobody's gradient at a point where fewer than `minimum` answered, and tell when a step is alone."""
-        numbers = collections.Counter(place for place, _ in usable)
-        few = [place for place in range(len(question.points)) if numbers[place] < self.minimum]
-        for name, wanted in asked.items():
-            if name not in left_out and bool(wanted[few].any()):
-                left_out[name] = f"fewer than {self.minimum} peers answered"
-        usable = {(place, peer): row for (place, peer), row in usable.items() if place not in few}
-        if self._alone == bool(usable):
-            self._alone = not self._alone
-            said = "going on alone" if self._alone else "no longer alone"
-            logger.warning("step %d: %s", question.step, said)
-        return usable
+    def describe(self) -> dict[str, Any]:
+        """Return what the record should say of how gradients are computed."""
+        promises = {name: privacy.in_words() for name, privacy in self.privacy.items()}
+        return self.own.describe() | {"engine": "in process, private peers", "promises": promises}
 
-    def _read(self, name: str, reply: Any, step: int, points: Tensor) -> Tensor | str:
-        """Return a site's gradients, or why there are none."""
-        answer = read_reply(name, reply, step, points)
-        if answer is None or (isinstance(answer, str) and answer.startswith("refused")):
-            self._liveness.miss(name, step, answer)
-        else:
-            self._liveness.answered(name)
-        if isinstance(answer, Tensor):
-            self._transport.received(name, reply["gradients"].nbytes)
-            self._examples[name] = whole_number(reply.get("examples"))
-            self._noise[name] = noise_told(reply.get("noise"))
-            traffic = self._transport.traffic[name]
-            traffic.rounding = max(traffic.rounding, noise_told(reply.get("rounding")))
-            traffic.seconds_computing += seconds_told(reply.get("seconds"), self.timeout)
-        return "no answer" if answer is None else answer
+    def traffic(self) -> Mapping[str, Traffic]:
+        """Return nothing: nothing travels."""
+        return {}
 
-
-def _kind(question: Question) -> Kind:
-    work, e_step = question.work, question.e_step
-    steps = 0 if work is None else work.count
-    return len(question.points), steps, "" if e_step is None else e_step.told
+    def _peer(self, user: User, passes: Passes, gradients: int | None) -> Peer:
+        privacy = self.privacy.get(user.name)
+        if privacy is None:
+            return Peer(user, passes)
+        return Peer(user, passes, Caps(gradients=gradients), Ledger(), privacy=privacy)

@@ -3,71 +3,195 @@
 User 0 sees the sum of the sites' gradients, or of each group's, and nobody's own.
 """
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from coterie.engines.remote.messages import answer_form, read_part
+from coterie.engines.messages import NO_ANSWER, read_array, read_e_step, size_told, whole_number
 from coterie.engines.remote.sites import CountedTransport, LocalReplies, Replies, Sites
-from coterie.engines.requests import noise_told, whole_number
-from coterie.errors import KnobError
-from coterie.privacy.masked_sums import MaskedSums
+from coterie.errors import KnobError, MaskError, printable
+from coterie.privacy.keys import Offer, check_installed
+from coterie.privacy.masks import N_CHECKS, Agreement, revealed
+from coterie.privacy.sums import LARGEST, ROUNDING
+
+logger = logging.getLogger(__name__)
+
+MASKED = "masked by one that is missing"
+TOO_FEW = "too few sites for a sum"
+
+Summed: TypeAlias = tuple[Tensor | None, dict[str, str]]
+"""A sum, None where there is none, and the sites that are not in it, each with the reason."""
 
 
-class SecureSums:
-    """The masked sums of one job over sites; see `MaskedSums`.
+class MaskedSums:
+    """The sites of one job, who agree on keys, which user 0 passes on, and on τ, which stays.
+
+    Without the part of one site the others' are noise: a step in which one is missing is taken
+    alone. One that gives no answer is lost for this job, and so is one that refuses `misses` times
+    in a row; the others then agree on new keys.
 
     Args:
-        sums: who takes part.
         transport: what carries the messages, and counts them.
         batch_size: how many examples a gradient is of, which says how much noise it needs.
+        misses: steps in a row after which a site that refuses is lost.
+        minimum: how many sites there must be for a sum.
+        largest: what no entry of a sum may exceed; a step with one that does is taken alone.
+
+    Example:
+        >>> from coterie.engines.remote.sites import LocalSites
+        >>> sums = MaskedSums(CountedTransport(LocalSites({}), 1.0, "me", ["basel", "bern"]), 32)
+        >>> request = {"step": 0, "points": np.zeros((1, 2)), "buffers": {}}
+        >>> sums.ask(request, {"basel": 0.5, "bern": 0.5})()
+        (None, {'basel': 'no answer', 'bern': 'no answer'})
     """
 
-    def __init__(self, sums: MaskedSums, transport: CountedTransport, batch_size: int) -> None:
-        self.sums, self._transport = sums, transport
-        self._offer = {"batch_size": batch_size}
+    def __init__(
+        self,
+        transport: CountedTransport,
+        batch_size: int,
+        *,
+        misses: int = 3,
+        minimum: int = 1,
+        largest: float = LARGEST,
+    ) -> None:
+        if not 0 < largest < 1e30:
+            raise KnobError(f"`largest` must be positive, got {largest}")
+        check_installed()
+        self._transport, self._batch_size = transport, batch_size
+        self.misses, self.minimum, self.largest = misses, minimum, float(largest)
+        self.lost: dict[str, str] = {}  # why
         self.told: dict[str, Mapping[str, Any]] = {}  # the last answers of those who gave a part
+        self._tau: dict[str, float] = {}  # that of the first step
+        self._agreed: Agreement | None = None
+        self._refusals: dict[str, int] = {}  # in a row
+        self._spoiled = 0  # sums in a row
         self._round = 0  # it goes on over agreements, so that a late request is of none but its own
 
-    def ask(
-        self, request: dict[str, Any], weights: Mapping[str, float]
-    ) -> Callable[[], tuple[Tensor | None, dict[str, str]]]:
-        """Ask sites for their parts, by a message.
-
-        Return at once what waits for the sum, or why there is none.
-        """
-        agreed = self.sums.agree(weights, request["step"], self._asked)
-        if agreed is None:
-            return lambda: (None, {})
+    def ask(self, request: Mapping[str, Any], weights: Mapping[str, float]) -> Callable[[], Summed]:
+        """Ask sites for their parts, by a message, and return at once what waits for the sum."""
+        step = request["step"]
+        tau = {name: float(weight) for name, weight in weights.items() if weight}
+        if self._tau and tau != self._tau:
+            raise KnobError(
+                f"`tau` must stay as it is where sums are masked: step {step} has other weights"
+            )
+        self._tau = tau
+        while self._agreed is None and len(here := self._here()) >= max(2, self.minimum):
+            self._agreed = self._agreement(here, step)
+        if self._agreed is None:
+            return lambda: (None, dict.fromkeys(tau, TOO_FEW) | self.lost)
         self._round += 1
-        names = list(agreed.weights)
-        sent = self._transport.send(names, "part", request | {"round": self._round})
-        return partial(self._added, sent, names, request, self._round)
+        numbered = {**request, "round": self._round}
+        sent = self._transport.send(list(self._agreed.weights), "part", numbered)
+        return partial(self._added, sent, self._agreed, numbered)
 
-    def _asked(self, names: Sequence[str], method: str, **arguments: Any) -> Mapping[str, Any]:
-        arguments |= self._offer if method == "offer" else {}
-        return self._transport.ask(names, method, **arguments).wait()
-
-    def _added(
-        self, sent: Replies, names: Sequence[str], request: dict[str, Any], round_: int
-    ) -> tuple[Tensor | None, dict[str, str]]:
-        replies, step, size = sent.wait(), request["step"], answer_form(request).size
-        read = {name: read_part(name, replies.get(name), step, round_, size) for name in names}
-        parts = {name: part for name, part in read.items() if not isinstance(part, str)}
-        for name, part in parts.items():
-            self._transport.received(name, part.nbytes)
-        missing = {name: part for name, part in read.items() if isinstance(part, str)}
+    def _added(self, sent: Replies, agreed: Agreement, request: Mapping[str, Any]) -> Summed:
+        replies, step = sent.wait(), request["step"]
+        shape = (answer_form(request).size + N_CHECKS,)
+        parts: dict[str, np.ndarray[Any, Any]] = {}
+        missing: dict[str, str] = {}
+        for name in agreed.weights:
+            numbers = {"step": step, "round": request["round"]}
+            part = read_array(name, replies.get(name), "part", shape, **numbers)
+            if isinstance(part, np.ndarray) and part.dtype != np.uint32:
+                part = "not a masked part"
+            if isinstance(part, str):
+                missing[name] = part
+            else:
+                parts[name] = part
+                self._transport.received(name, part.nbytes)
         self.told = {name: replies[name] for name in parts}
-        words = None if missing else reduce(np.add, parts.values())
-        summed, left_out = self.sums.added(words, missing, step)
-        if summed is not None and "e_step" in request:  # numbers of at most 1
-            summed = summed / self.sums.largest
-        return summed, left_out
+        for name in agreed.weights:
+            self._refusals[name] = self._refusals.get(name, 0) + 1 if name in missing else 0
+        for name, reason in missing.items():  # no answer at all, or nonsense, is not forgiven
+            if not reason.startswith("refused") or self._refusals[name] >= self.misses:
+                self._lose(name, step, reason)
+        if missing:
+            masked = {name: missing.get(name, MASKED) for name in agreed.weights}
+            return None, self.lost | masked
+        try:
+            summed = torch.from_numpy(revealed(reduce(np.add, parts.values()), agreed))
+        except MaskError as error:
+            self._spoiled += 1
+            logger.warning("step %d is taken alone: %s", step, error)
+            for name in agreed.weights if self._spoiled >= self.misses else ():
+                self._lose(name, step, printable(error))
+            return None, self.lost | dict.fromkeys(agreed.weights, printable(error))
+        self._spoiled = 0
+        # numbers of an E-step are at most 1
+        return (summed / self.largest if "e_step" in request else summed), dict(self.lost)
+
+    def _here(self) -> list[str]:
+        return [name for name in self._tau if name not in self.lost]
+
+    def _agreement(self, here: Sequence[str], step: int) -> Agreement | None:
+        """Let these sites agree on keys; None where one of them is lost over it."""
+        offers, terms = {}, {"batch_size": self._batch_size}
+        replies = self._transport.ask(here, "offer", **terms).wait()
+        for name in here:
+            try:
+                offers[name] = Offer.read(name, replies.get(name))
+            except MaskError as error:
+                self._lose(name, step, NO_ANSWER if replies.get(name) is None else str(error))
+        split = {name: asked for name in offers if (asked := _noise_of(replies[name])) is not None}
+        if split and len(split) < len(offers):
+            for name in offers.keys() - split.keys():
+                self._lose(name, step, "adds no share of the noise that the others split")
+        if self.lost.keys() & set(here):
+            return None
+        noise = max((self._tau[name] * needed for name, (needed, _) in split.items()), default=0.0)
+        margin = max((margin for _, margin in split.values()), default=0)
+        tau = {name: self._tau[name] for name in here}
+        agreed = Agreement(tau, self.largest, offers, noise * (1 + ROUNDING), margin)
+        replies = self._transport.ask(here, "join", agreement=agreed.message()).wait()
+        for name in here:
+            if (reason := _why_not_joined(replies.get(name), agreed)) is not None:
+                self._lose(name, step, reason)
+        if self.lost.keys() & set(here):
+            return None
+        logger.warning("step %d: masked sums of %s", step, ", ".join(here))
+        return agreed
+
+    def _lose(self, name: str, step: int, reason: str) -> None:
+        self.lost[name], self._agreed = reason, None
+        logger.warning("step %d: %s is lost (%s); the others agree on new keys", step, name, reason)
+
+
+def answer_form(message: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Return something like what is answered to a request of one's own."""
+    if "e_step" in message:
+        return np.zeros((1, math.prod(read_e_step(message["e_step"]).shape)))
+    points: np.ndarray[Any, Any] = message["points"]
+    return points
+
+
+def _noise_of(reply: Any) -> tuple[float, int] | None:
+    """Return the noise that a sum must have for a site, in units of its gradient, and the margin.
+
+    None without.
+    """
+    fields = reply if isinstance(reply, dict) else {}
+    noise, margin = fields.get("noise"), whole_number(fields.get("margin"), 0)
+    if type(noise) is not float or not 0 < noise < math.inf or margin is None:
+        return None
+    return noise, margin
+
+
+def _why_not_joined(reply: Any, agreed: Agreement) -> str | None:
+    fields = reply if isinstance(reply, dict) else {}
+    joined, refused = fields.get("joined"), fields.get("refused")
+    if isinstance(joined, str) and joined == agreed.digest.hex():
+        return None
+    if isinstance(refused, str):
+        return "refused: " + printable(refused, 150)
+    return NO_ANSWER if reply is None else "has not joined the sum"
 
 
 class MaskedGroups:
@@ -117,8 +241,10 @@ class MaskedGroups:
 
         # `Remote` counts what groups send and get, as one site each
         transport = CountedTransport(sites, timeout, "", names)
-        sums = {name: MaskedSums(misses=misses, largest=largest) for name in groups}
-        self._sums = {name: SecureSums(each, transport, batch_size) for name, each in sums.items()}
+        self._sums = {
+            name: MaskedSums(transport, batch_size, misses=misses, largest=largest)
+            for name in groups
+        }
 
     def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Replies:
         """Ask the sites of these groups; see `Sites.ask`. Seconds are those of `Remote`."""
@@ -132,25 +258,21 @@ class MaskedGroups:
 
     def _ready(self, name: str, timeout: float) -> dict[str, Any]:
         """Say whether a group has a sum to give, and how many examples its sites say they have."""
-        here = [site for site in self._tau[name] if site not in self._sums[name].sums.lost]
+        here = [site for site in self._tau[name] if site not in self._sums[name].lost]
         told = [
             reply
             for reply in self._sites.ask(here, "ready", timeout).wait().values()
             if isinstance(reply, dict)
         ]
-        sizes = [whole_number(reply.get("size")) for reply in told]
         why_not = [str(reply.get("no_e_steps")) for reply in told if reply.get("no_e_steps") != ""]
         return {
             "willing": len(here) > 1,
-            "size": None if None in sizes else sum(n or 0 for n in sizes),
+            "size": _added_up(reply.get("size") for reply in told),
             "no_e_steps": next(iter(why_not), ""),
         }
 
     def _mean(
-        self,
-        name: str,
-        request: Mapping[str, Any],
-        waiting: Callable[[], tuple[Tensor | None, dict[str, str]]],
+        self, name: str, request: Mapping[str, Any], waiting: Callable[[], Summed]
     ) -> dict[str, Any]:
         """Return the reply of a group.
 
@@ -158,24 +280,26 @@ class MaskedGroups:
         """
         summed, left_out = waiting()
         if summed is None:
-            reasons = left_out or self._sums[name].sums.lost
-            return {
-                "refused": (
-                    "; ".join(f"{site}: {why}" for site, why in reasons.items()) or "too few sites"
-                )
-            }
+            return {"refused": "; ".join(f"{site}: {why}" for site, why in left_out.items())}
         form, told, tau = answer_form(request), self._sums[name].told, self._tau[name]
         share = math.fsum(tau[site] for site in told)
-        counts = [whole_number(reply.get("examples")) for reply in told.values()]
         noise = math.hypot(
-            *(tau[site] * noise_told(reply.get("noise")) for site, reply in told.items())
+            *(tau[site] * size_told(reply.get("noise")) for site, reply in told.items())
         )
-        about = {
-            "examples": None if None in counts else sum(n or 0 for n in counts),
+        return {
+            "gradients": (summed / share).numpy().reshape(form.shape).astype(form.dtype),
+            "site": name,
+            "step": request["step"],
+            "seconds": 0.0,
+            "examples": _added_up(reply.get("examples") for reply in told.values()),
             "noise": noise / share,
         }
-        mean = (summed / share).numpy().reshape(form.shape).astype(form.dtype)
-        return {"gradients": mean, "site": name, "step": request["step"], "seconds": 0.0, **about}
+
+
+def _added_up(reported: Iterable[Any]) -> int | None:
+    """Return how many examples sites have together, as they say; None where one does not."""
+    counts = [whole_number(each) for each in reported]
+    return None if None in counts else sum(n or 0 for n in counts)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ Gradients, or its part of sums that hide the parts.
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coterie.engines.compression import HALVES, decoded, encoded, relative_error
+from coterie.engines.messages import RefusedError, Reply, Request
 from coterie.engines.peer import Peer
-from coterie.engines.remote.messages import answer_message
 from coterie.errors import MaskError
-from coterie.privacy.masks import digest_of
-from coterie.privacy.member import Member, check_margin
+from coterie.privacy.masks import Member, NoiseShare, check_margin, digest_of
 from coterie.privacy.sums import SumsOnly
 
 NO_POSTERIORS = "it adds gradients under masks, no posteriors; it may set `posteriors` in [sums]"
@@ -58,10 +58,10 @@ class Responder:
             return {"refused": "there is no such question"}
         named, asked = {"caller": caller} if METHODS[method] else {}, getattr(self, method)
         try:
-            given = inspect.signature(asked).bind(**{**arguments, **named})
+            bound = inspect.signature(asked).bind(**{**arguments, **named})
         except TypeError:
             return {"refused": "the question has other arguments"}
-        answer: dict[str, Any] = asked(**given.arguments)
+        answer: dict[str, Any] = asked(**bound.arguments)
         return answer
 
     def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
@@ -83,8 +83,13 @@ class Responder:
     @functools.cached_property
     def member(self) -> Member:
         """What it is in masked sums."""
-        how = {"private": self.peer.is_private, "masked_only": self.only_sums}
-        return Member(self.peer.identity, self.sums, self.peer.margin, **how)
+        return Member(
+            self.peer.identity,
+            self.sums,
+            self.peer.margin,
+            private=self.peer.privacy is not None,
+            masked_only=self.only_sums,
+        )
 
     def offer(self, batch_size: Any = None) -> dict[str, Any]:
         """Return a new key for one agreement, and the noise that the sum must have for such batches."""
@@ -120,10 +125,10 @@ class Responder:
             reply = answer_message(self.peer, caller, request, share, masked=True)
             if "gradients" not in reply:
                 return reply
-            given = reply.pop("gradients")
+            gradients = reply.pop("gradients")
             if e_step:  # its numbers are at most 1
-                given = given * masks.agreement.largest
-            part = masks.masked(given, context)
+                gradients = gradients * masks.agreement.largest
+            part = masks.masked(gradients, context)
             return reply | {"round": fields["round"], "part": part}
         except Exception as error:
             return self._refused(_reason(error), caller, request)
@@ -131,6 +136,54 @@ class Responder:
     def _refused(self, reason: str, caller: str, request: Any) -> dict[str, Any]:
         step = request.get("step") if isinstance(request, dict) else None
         return {"refused": self.peer.refuse(reason, caller, step).refused}
+
+
+def reply_to(
+    peer: Peer,
+    caller: str,
+    message: Any,
+    share: NoiseShare | None = None,
+    *,
+    masked: bool = False,
+    wanted: Sequence[bool] | None = None,
+) -> Reply:
+    """Return a peer's reply to a request as a message, at those points that are wanted.
+
+    For a masked sum, with a share of its noise.
+
+    Of an error only its kind leaves the site: its text may hold what is in the data.
+    """
+    try:
+        request = Request.read(message, peer.passes.parameters)
+        request = request if wanted is None else request.at(wanted)
+        return peer.answer(request, caller, share, masked=masked)
+    except RefusedError as refusal:
+        step = message.get("step") if isinstance(message, dict) else None
+        return peer.refuse(str(refusal), caller, step)
+    except Exception as error:  # the log has it
+        return Reply(refused=f"it failed with {type(error).__name__}")
+
+
+def answer_message(
+    peer: Peer, caller: str, message: Any, share: NoiseShare | None = None, *, masked: bool = False
+) -> dict[str, Any]:
+    """Return the same as a message."""
+    reply = reply_to(peer, caller, message, share, masked=masked)
+    if reply.gradients is None:
+        return {"refused": reply.refused}
+    about = {"site": peer.user.name, "step": message["step"]}
+    about |= {"seconds": reply.seconds, "examples": reply.examples}
+    about |= {} if reply.noise is None else {"noise": reply.noise}
+    gradients, asked_as = reply.gradients, decoded(message["points"])
+    # in half precision a share of noise could be rounded away
+    plain = share is None and "e_step" not in message
+    if plain and asked_as is not None and asked_as.dtype in HALVES.values():
+        rounded = peer.rounded(gradients, asked_as.dtype, caller)
+        # under masks it would tell of the gradient
+        if not masked and (rounding := relative_error(gradients, rounded)):
+            about["rounding"] = rounding
+        gradients = rounded
+    return {"gradients": encoded(gradients), **about}
 
 
 def _reason(error: Exception) -> str:

@@ -1,19 +1,26 @@
 """The sites that user 0 can ask, whatever carries the messages, and who of them is waited for."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from coterie.engines.messages import NO_ANSWER, message_bytes
 from coterie.engines.peer import Peer
-from coterie.engines.remote.messages import request_bytes
 from coterie.engines.remote.responder import Responder
 from coterie.privacy.sums import SumsOnly
 from coterie.recording.costs import Traffic
 
 logger = logging.getLogger(__name__)
+
+Kind: TypeAlias = tuple[int, int, str]
+"""What takes about as long to answer: so many points, so many steps of one's own, such an E-step."""
+
+SLACK = 4.0
+"""How much longer than of late an answer may take."""
 
 
 class Replies(Protocol):
@@ -110,13 +117,13 @@ class CountedTransport:
         self,
         names: Sequence[str],
         method: str,
-        request: dict[str, Any],
+        request: Mapping[str, Any],
         *,
         patience: float | None = None,
         **more: Any,
     ) -> Replies:
         """Send a request to sites, who have `patience` seconds where it is given, and count it."""
-        size = request_bytes(request)
+        size = message_bytes(request)
         self.mine.bytes_sent += size * len(names)
         self.mine.messages += len(names)
         for name in names:
@@ -143,10 +150,11 @@ class SiteHealth:
 
 
 class Liveness:
-    """Who is waited for: who gives nothing `misses` times in a row is dropped, and taken back when it says so.
+    """Who is waited for, and how long.
 
-    Every `probe_every` steps a question in the background finds out. One that comes back and again
-    gives nothing is dropped at once, for twice as long each time.
+    Who gives nothing `misses` times in a row is dropped, and taken back when it says so: every
+    `probe_every` steps a question in the background finds out. One that comes back and again gives
+    nothing is dropped at once, for twice as long each time.
     """
 
     def __init__(
@@ -154,6 +162,7 @@ class Liveness:
     ) -> None:
         self._transport, self._misses, self._probe_every = transport, misses, probe_every
         self._sites = {name: SiteHealth(probe_every) for name in names}
+        self.took: dict[tuple[str, Kind], float] = {}  # how long answers have taken of late
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -165,27 +174,34 @@ class Liveness:
 
         One that is back is asked again.
         """
-        self._take_back(step, names)
-        dropped = self.dropped
-        # One that missed this step at another point is not waited for at this one.
-        silent = [
-            name for name in names if self._sites[name].silent_at == step and name not in dropped
-        ]
-        return dict.fromkeys(silent, "no answer") | {
-            n: "not waited for" for n in names if n in dropped
-        }
+        left_out = {}
+        for name in names:
+            site = self._sites[name]
+            if site.missed >= self._misses:
+                self._probe(name, site, step)
+            if site.missed >= self._misses:
+                left_out[name] = "not waited for"
+            elif site.silent_at == step:  # at another point: it is not waited for at this one
+                left_out[name] = NO_ANSWER
+        return left_out
+
+    def patience(self, names: Sequence[str], kind: Kind) -> float:
+        """Return how long to wait for sites, by how long they took to answer the like."""
+        most = self._transport.timeout
+        took = max(self.took.get((name, kind), math.inf) for name in names)
+        return min(most, max(most / self._misses, SLACK * took))
 
     def answered(self, name: str) -> None:
         """Take note that a site has answered."""
         self._sites[name] = SiteHealth(self._probe_every)
 
-    def miss(self, name: str, step: int, why: str | None) -> None:
-        """Take note that a site has given nothing in a step, and why, where it said so."""
+    def miss(self, name: str, step: int, why: str) -> None:
+        """Take note that a site has given nothing in a step, and why."""
         site = self._sites[name]
         site.missed, site.silent_at = site.missed + 1, step
         if site.missed >= self._misses:
             site.since = step
-            said = "" if why is None else f" ({why})"
+            said = "" if why == NO_ANSWER else f" ({why})"
             logger.warning(
                 "step %d: %s gave nothing %d times%s, not waited for",
                 step,
@@ -194,22 +210,14 @@ class Liveness:
                 said,
             )
 
-    def _take_back(self, step: int, names: Collection[str]) -> None:
-        """Take back the sites that have answered a question in the background, and put it to the others."""
-        dropped = self.dropped
-        for name in [name for name in names if name in dropped]:
-            site = self._sites[name]
-            if site.probe is not None and site.probe.done():
-                answer = site.probe.wait().get(name)
-                site.probe, site.since = None, step
-                # One more miss and it is dropped again, for twice as long.
-                if isinstance(answer, dict) and answer.get("willing") is True:
-                    site.missed, site.pause = self._misses - 1, 2 * site.pause
-                    logger.warning("step %d: %s is back", step, name)
-            elif site.probe is None and step - site.since >= site.pause:
-                site.probe = self._transport.ask([name], "ready")
-
-
-def seconds_told(reported: Any, most: float) -> float:
-    """Return the seconds that a site says it computed, as far as they can be true."""
-    return reported if isinstance(reported, float) and 0 <= reported <= most else 0.0
+    def _probe(self, name: str, site: SiteHealth, step: int) -> None:
+        """Take back a site that has answered a question in the background, or put it to it."""
+        if site.probe is not None and site.probe.done():
+            answer = site.probe.wait().get(name)
+            site.probe, site.since = None, step
+            # One more miss and it is dropped again, for twice as long.
+            if isinstance(answer, dict) and answer.get("willing") is True:
+                site.missed, site.pause = self._misses - 1, 2 * site.pause
+                logger.warning("step %d: %s is back", step, name)
+        elif site.probe is None and step - site.since >= site.pause:
+            site.probe = self._transport.ask([name], "ready")
