@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import coterie
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.messages import read_gradients
+from coterie.engines.messages import decoded, read_array
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.processes.engine import _HELLO, _Member, check_hellos, serve
 from coterie.engines.remote.engine import Remote
@@ -186,11 +186,14 @@ def replies_to_user_0(n: int, seed: int = 0) -> Counter[str]:
     fields = {"gradients": np.zeros(tuple(points.shape)), "site": "a", "step": 3, "seconds": 0.0}
 
     def read(message: Any) -> None:
-        gradients = read_gradients("a", message, 3, points)
-        if isinstance(gradients, str):  # or why there are none
-            assert gradients.isprintable()
-            assert len(gradients) < 200
-            raise CoterieError(gradients)
+        array = read_array("a", message, "gradients", tuple(points.shape), step=3)
+        if isinstance(array, str):  # or why there is none
+            assert array.isprintable()
+            assert len(array) < 200
+            raise CoterieError(array)
+        gradients = decoded(array)
+        if gradients is None:
+            raise CoterieError("not of floating-point numbers")
         assert gradients.shape == points.shape
 
     return Counter(_outcome(read, _message(fields, rng)) for _ in range(n))

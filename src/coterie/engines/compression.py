@@ -4,9 +4,8 @@ Messages in half precision, where what rounding loses is added to the next messa
 few numbers of a gradient that keep norms and inner products, by a projection that all draw alike.
 """
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,33 +16,6 @@ Compress: TypeAlias = Literal["bf16", "fp16"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What messages can be rounded to."""
 COMPRESS = one_of(*HALVES, None)
-_BITS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
-"""A type that NumPy does not have travels as whole numbers of as many bits."""
-_TYPES = {np.dtype(str(bits).removeprefix("torch.")): kind for kind, bits in _BITS.items()}
-_FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
-
-
-def encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return an array to send.
-
-    Example:
-        >>> encoded(torch.ones(2, dtype=torch.bfloat16)).dtype
-        dtype('int16')
-    """
-    plain = tensor.detach().cpu()
-    return np.array((plain.view(_BITS[plain.dtype]) if plain.dtype in _BITS else plain).numpy())
-
-
-def decoded(array: Any) -> Tensor | None:
-    """Return the numbers of an array that was sent; None where it is not one of floating-point numbers.
-
-    They are where they came, and not to be changed, unless torch cannot read them there.
-    """
-    if not isinstance(array, np.ndarray) or array.dtype not in (*_FLOATS, *_TYPES):
-        return None
-    plain = array if array.flags.c_contiguous and array.flags.behaved else np.array(array)
-    numbers = torch.from_numpy(plain)
-    return numbers.view(_TYPES[plain.dtype]) if plain.dtype in _TYPES else numbers
 
 
 class Rounding:

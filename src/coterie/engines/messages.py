@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.engines.compression import decoded, encoded
 from coterie.engines.engine import AllRows, LocalWork
 from coterie.errors import CoterieError, printable
 from coterie.gradients.parameters import Parameters, is_finite
@@ -49,6 +48,10 @@ _HEAD = 8
 _ALIGNED = 64
 _KINDS = "fiub"
 _OF_SCALING = Scaling._fields[:-1]
+_BITS: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16}
+"""A type that NumPy does not have travels as whole numbers of as many bits."""
+_TYPES = {np.dtype(str(bits).removeprefix("torch.")): kind for kind, bits in _BITS.items()}
+_FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 
 class RefusedError(CoterieError):
@@ -85,8 +88,6 @@ class Request:
 
     def at(self, wanted: Sequence[bool]) -> Self:
         """Return the same request at some of the points alone."""
-        if all(wanted):
-            return self
         places, n = [place for place, yes in enumerate(wanted) if yes], len(self.points)
         buffers = {
             name: rows[places] if len(rows) == n else rows for name, rows in self.buffers.items()
@@ -219,6 +220,29 @@ def read_e_step(message: Any) -> AllRows:
     return EStep(held["family"], scaling, priors, *of_answer)
 
 
+def encoded(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return an array to send.
+
+    Example:
+        >>> encoded(torch.ones(2, dtype=torch.bfloat16)).dtype
+        dtype('int16')
+    """
+    plain = tensor.detach().cpu()
+    return np.array((plain.view(_BITS[plain.dtype]) if plain.dtype in _BITS else plain).numpy())
+
+
+def decoded(array: Any) -> Tensor | None:
+    """Return the numbers of an array that was sent; None where it is not one of floating-point numbers.
+
+    They are where they came, and not to be changed, unless torch cannot read them there.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype not in (*_FLOATS, *_TYPES):
+        return None
+    plain = array if array.flags.c_contiguous and array.flags.behaved else np.array(array)
+    numbers = torch.from_numpy(plain)
+    return numbers.view(_TYPES[plain.dtype]) if plain.dtype in _TYPES else numbers
+
+
 def message_bytes(message: Mapping[str, Any]) -> int:
     """Return how many bytes the arrays of a message have.
 
@@ -280,15 +304,6 @@ def read_array(
         f"shape {array.shape} instead of {tuple(shape)}": array.shape != tuple(shape),
     }
     return next((reason for reason, is_so in wrong.items() if is_so), array)
-
-
-def read_gradients(name: str, reply: Any, step: int, like: Tensor) -> Tensor | str:
-    """Return the gradients in a reply, or why there are none; they may not be finite."""
-    array = read_array(name, reply, "gradients", like.shape, step=step)
-    if isinstance(array, str):
-        return array
-    gradients = decoded(array)
-    return "not of floating-point numbers" if gradients is None else gradients.to(like)
 
 
 def promise_told(reported: Any) -> dict[str, float] | None:

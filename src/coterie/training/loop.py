@@ -439,7 +439,7 @@ class Loop:
 
     def advance(self, most: int) -> Mapping[int, Taken]:
         """Take a step in every run; at most so many in a single one whose steps are captured."""
-        if self._count == 1:
+        if self._count == 1 and any(run.captured is not None for run in self.going.values()):
             blocks = self.each(
                 lambda run: run.take_block(most), "the model, the loss or the optimizer"
             )

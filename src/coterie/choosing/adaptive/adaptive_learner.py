@@ -353,9 +353,22 @@ class AdaptiveLearner(Learner):
     def advanced(self, n: int) -> None:
         """Count steps of one kind that were taken.
 
-        Fork the trunk at its end, and evaluate where it is time.
+        Own gradients, and at every point one of each peer that has weight there and gave it. Fork
+        the trunk at its end, and evaluate where it is time.
         """
-        self._count(n)
+        own, weights, peers = len(self.parts), self._weights, self.engine.names
+        if self.step >= self.schedule.half:
+            branches = self.branch is not None or len(self.paths) > 1
+            own, weights = own * (1 + branches), weights[-1:]
+        elif self.step in self.schedule.judging:  # everybody is asked at every trunk
+            weights = [*[np.ones(len(peers))] * self.n_folds, self._pooled]
+        self.costs.compute([self.costs.me], times=own * n)
+        gave_at = np.broadcast_to(self._gave, np.shape(weights))
+        for row, gave in zip(weights, gave_at, strict=True) if self._asks else ():
+            self.gradients_asked += n * bool(row.any())
+            given = list(compress(peers, ((row != 0) & gave).tolist()))
+            self.costs.compute(given, times=n)
+            self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
         self.state = {"step": self.step + n, "weight": float(self.step < self.schedule.half)}
         self.step += n
         if self.step == self.schedule.half:
@@ -532,23 +545,6 @@ class AdaptiveLearner(Learner):
             raise AssertionError("the branch begins at half of the steps")
         buffers = self.buffers[of]
         return torch.cat([stack.x, buffers], dim=1) if buffers.shape[1] else stack.x
-
-    def _count(self, n: int) -> None:
-        """Count n steps: own gradients, and at every point one of each peer that has weight there and gave it."""
-        own, weights = len(self.parts), self._weights
-        if self.step >= self.schedule.half:
-            branches = self.branch is not None or len(self.paths) > 1
-            own, weights = own * (1 + branches), weights[-1:]
-        elif self.step in self.schedule.judging:  # everybody is asked at every trunk
-            weights = [*[np.ones(len(self.engine.names))] * self.n_folds, self._pooled]
-        self.costs.compute([self.costs.me], times=own * n)
-        if not self._asks:
-            return
-        for row, gave in zip(weights, np.broadcast_to(self._gave, np.shape(weights)), strict=True):
-            self.gradients_asked += n * bool(row.any())
-            given = list(compress(self.engine.names, ((row != 0) & gave).tolist()))
-            self.costs.compute(given, times=n)
-            self.costs.exchange(given, down=self.points.d, up=self.points.d, times=n)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""

@@ -4,12 +4,13 @@ The gradient of a batch, of a weighted sum of batches, of each batch on its own.
 """
 
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ class Passes:
         # where each user's gradient can be had from one pass over all
         self.by_layer: ByLayer | None = None
         self.bytes_an_example = 0  # what that takes
-        self.forward_options, self._forward = DEFAULT_FORWARD, cast("Callable[..., Any]", model)
+        self.set_forward_options(DEFAULT_FORWARD)
         self._memory = ReusedMemory()
         self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -140,9 +141,11 @@ class Passes:
 
     def set_forward_options(self, forward_options: ForwardOptions) -> None:
         """Use these options for every pass from now on."""
-        self.forward_options = forward_options
-        self._forward = (
-            torch.compile(self.model, dynamic=False) if forward_options.compile else self.model
+        self.forward_options, forward = forward_options, self.model
+        plain = forward_options == DEFAULT_FORWARD
+        self._through: Callable[..., Any] = operator.call if plain else forward_options.through
+        self._forward: Callable[..., Any] = (
+            torch.compile(forward, dynamic=False) if forward_options.compile else forward
         )
 
     def mappable(self) -> AbstractContextManager[None]:
@@ -388,7 +391,7 @@ class Passes:
         if leaves is self.parameters.named and not buffers:
             # This spares the tenth of a millisecond that `functional_call` takes.
             forward = self.model if watched else self._forward
-            return self.forward_options.through(lambda i: called(forward, i), inputs)
+            return self._through(lambda i: called(forward, i), inputs)
         values = {**leaves, **(buffers or {})}
         output = self._called(values, inputs)
         # a module may assign a buffer anew, which `functional_call` writes back to `values`
@@ -398,12 +401,10 @@ class Passes:
 
     def _called(self, values: dict[str, Tensor], inputs: Tree) -> Any:
         """Return the model's output with these parameters and buffers in the place of its own."""
-        values = self.parameters.with_tied(values)
-
-        def forward(i: Tree) -> Any:
-            return functional_call(self.model, values, *as_arguments(i), tie_weights=False)
-
-        return self.forward_options.through(forward, inputs)
+        model, values = self.model, self.parameters.with_tied(values)
+        return self._through(
+            lambda i: functional_call(model, values, *as_arguments(i), tie_weights=False), inputs
+        )
 
     def _gradient(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
         # On a GPU autograd hands the backward pass to another thread, which costs more than a small

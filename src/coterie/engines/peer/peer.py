@@ -37,13 +37,13 @@ from coterie.engines.peer.ledger import (
 from coterie.engines.peer.linear_rows import LinearRows
 from coterie.engines.peer.private_gradients import PrivateGradients
 from coterie.errors import KnobError
+from coterie.evaluation.losses import known_per_example, simplest
 from coterie.gradients.parameters import frozen_digest
 from coterie.privacy.keys import Identity
 from coterie.privacy.masks import NoiseShare
 from coterie.privacy.privacy import PROMISE, Privacy
 from coterie.users.examples import InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key, seeded
-from coterie.users.trees import Tree
 from coterie.users.user import User
 
 MOST_PLANNED = 10**6
@@ -202,6 +202,11 @@ class Peer:
         self.support = support or (ModelSupport() if takes(passes) else unknown)
         self._linear = LinearRows(self.user, passes)
         self._streamed, self._n = self.user.is_stream, len(self.user)
+        # whether a batch may have nothing to learn from
+        known, held = known_per_example(passes.loss), self.user.examples
+        if known is not None and isinstance(held, InMemory) and isinstance(held.targets, Tensor):
+            known = simplest(known, [held.targets])
+        self._ignores = known is not None and known.weights is not None
         self._table: tuple[tuple[int, int], IndexTable] | None = None
 
     def _promised(self, privacy: Privacy) -> PrivateGradients:
@@ -522,8 +527,19 @@ class Peer:
             settings: dict[str, Any] = {"event": event, "added": added, "seed": seed, "step": step}
             gradient_of = functools.partial(self._private.gradient, **settings)
             return gradient_of, round(event.rate * self._n)
-        batch = self._batch(request, seed, step)
-        self.passes.tell_of_nothing(name, batch[1])
+        size, examples = min(request.batch_size, self._n), self.user.examples
+        if self._draws is not None:
+            indices = self._draws.indices(size, seed, step)
+            batch = self.user.take(indices, seed=seed, step=step)
+        elif isinstance(examples, InMemory):  # indices are drawn for several steps at a time
+            if self._table is None or self._table[0] != (seed, size):
+                stream = BatchStream(random_key(seed, name), self._n, size)
+                self._table = (seed, size), IndexTable([stream])
+            batch = examples.take(self._table[1].row(step, request.points.device))
+        else:
+            batch = self.user.batch(size, seed=seed, step=step)
+        if self._ignores:
+            self.passes.tell_of_nothing(name, batch[1])
 
         def gradient(x: Tensor, buffers: dict[str, Tensor]) -> Tensor:
             with seeded(seed, name, step, x.device) if self.support.random else nullcontext():
@@ -536,19 +552,6 @@ class Peer:
         if self._secret is None or self._streamed:
             return None
         return OwnDraws(self._secret, self._n, self.caps.examples)
-
-    def _batch(self, request: Request, seed: int, step: int) -> tuple[Tree, Tree]:
-        """Return this peer's own draw, or where it has no caps what `User.batch` gives."""
-        size = min(request.batch_size, self._n)
-        if self._draws is not None:
-            return self.user.take(self._draws.indices(size, seed, step), seed=seed, step=step)
-        if not isinstance(self.user.examples, InMemory):
-            return self.user.batch(size, seed=seed, step=step)
-        # indices are drawn for several steps at a time
-        if self._table is None or self._table[0] != (seed, size):
-            stream = BatchStream(random_key(seed, self.user.name), self._n, size)
-            self._table = (seed, size), IndexTable([stream])
-        return self.user.take(self._table[1].row(step, request.points.device), seed=seed, step=step)
 
     def _note(self, caller: str, step: object, **what: Any) -> None:
         self.ledger.note(caller=caller, step=repr(step), **what)

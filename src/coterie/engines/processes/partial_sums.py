@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.engines.compression import SKETCH, Sketch, decoded, sketch_key
+from coterie.engines.compression import SKETCH, Sketch, sketch_key
 from coterie.engines.engine import Answers, Question
-from coterie.engines.messages import to_array
+from coterie.engines.messages import decoded, to_array
 from coterie.engines.peer import Peer
 from coterie.engines.remote.responder import reply_to
 from coterie.privacy.masks import digest_of

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.messages import (
     NO_ANSWER,
     Request,
+    decoded,
     promise_told,
-    read_gradients,
+    read_array,
     size_told,
     whole_number,
 )
@@ -47,8 +48,6 @@ from coterie.recording.costs import Traffic
 from coterie.users.user import PEERS, Loss, User, check_names
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Places = dict[tuple[int, int], Tensor]
 """Gradients by place: of the point, and of the site among all."""
@@ -200,7 +199,7 @@ class Remote:
         question = Question(x.detach()[None], step, torch.tensor(asked, dtype=torch.float64))
         if self._gives_sums:
             summed = self._summed(question)
-            mine, total = self._own_gradients(x, step), self._waited(summed)
+            mine, total = self._own_gradients(x, step), summed()
             left_out = total.left_out
             present = sum(weight for name, weight in weights.items() if name not in left_out)
             assert total.sums is not None  # noqa: S101  # no rows were asked for
@@ -208,7 +207,7 @@ class Remote:
             return replace(mine, peers=peers, answered=answered, left_out=left_out)
         waiting = self._asked(question)
         mine = self._own_gradients(x, step)
-        found, left_out = self._waited(waiting)
+        found, left_out = waiting()
         kept = {self.names[peer]: row for (_, peer), row in found.items()}
         names = tuple(name for name in weights if name in kept)
         if not rows:  # in the order of the weights: the same bits wherever the peers are
@@ -223,22 +222,16 @@ class Remote:
         if self._gives_sums:
             if question.e_step is None and not self.capabilities.many_points:
                 raise KnobError("masked sums are of gradients at one point; ask by `gradients`")
-            return partial(self._waited, self._summed(question))
+            return self._summed(question)
         question = question if question.e_step is None else replace(question, rows=True)
         waiting = self._asked(question)
-        return lambda: Answers.over(question, len(self.names), *self._waited(waiting))
+        return lambda: Answers.over(question, len(self.names), *waiting())
 
     def _own_gradients(self, x: Tensor, step: int) -> Gradients:
         began = time.perf_counter()
         mine = self.own.gradients(x, step, {})
         self._mine.seconds_computing += time.perf_counter() - began
         return mine
-
-    def _waited(self, waiting: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        found = waiting()
-        self._mine.seconds_waiting += time.perf_counter() - began
-        return found
 
     def _summed(self, question: Question) -> Callable[[], Answers]:
         """Ask for the sum of the sites' answers at one point, by masks."""
@@ -247,7 +240,9 @@ class Remote:
         waiting, form = self._sums.ask(self._request(question).message(), weights), question.form
 
         def answers() -> Answers:
+            began = time.perf_counter()
             summed, left_out = waiting()
+            self._mine.seconds_waiting += time.perf_counter() - began
             there = sum(weight for name, weight in weights.items() if name not in left_out)
             total = torch.zeros_like(form) if summed is None else summed.reshape(form.shape)
             return Answers(total.to(form), form.new_tensor([there]), left_out)
@@ -271,7 +266,8 @@ class Remote:
         for wanted, names in alike.items():
             sent = None if rounded is None else rounded[list(wanted)]
             # a copy: a late site may still be sent to when points have moved
-            message = request.at(wanted).message(sent)
+            these = request if all(wanted) else request.at(wanted)
+            message = these.message(sent)
             since, patience = time.monotonic(), self._liveness.patience(names, kind)
             replies = self._transport.send(names, "gradients", message, patience=patience)
             waiting.append((names, since, replies))
@@ -311,7 +307,9 @@ class Remote:
         """Wait for the sites, and return what can be used of their answers, and who is left out."""
         form, usable = question.form[:1], Places()
         for names, since, sent in waiting:
+            began = time.perf_counter()
             replies = sent.wait()
+            self._mine.seconds_waiting += time.perf_counter() - began
             if all(name in replies for name in names):
                 seconds, took = time.monotonic() - since, self._liveness.took
                 for name in names:
@@ -344,21 +342,23 @@ class Remote:
 
     def _read(self, name: str, reply: Any, step: int, like: Tensor) -> Tensor | str:
         """Return a site's gradients, or why there are none, and take note of what it tells."""
-        answer = read_gradients(name, reply, step, like)
-        if isinstance(answer, str):
-            if answer == NO_ANSWER or answer.startswith("refused"):
-                self._liveness.miss(name, step, answer)
-            else:
-                self._liveness.answered(name)
+        answer = read_array(name, reply, "gradients", like.shape, step=step)
+        if isinstance(answer, str) and (answer == NO_ANSWER or answer.startswith("refused")):
+            self._liveness.miss(name, step, answer)
             return answer
         self._liveness.answered(name)
-        self._transport.received(name, reply["gradients"].nbytes)
+        if isinstance(answer, str):
+            return answer
+        gradients = decoded(answer)
+        if gradients is None:
+            return "not of floating-point numbers"
+        self._transport.received(name, answer.nbytes)
         self._examples[name] = whole_number(reply.get("examples"))
         self._noise[name] = size_told(reply.get("noise"))
         traffic = self._transport.traffic[name]
         traffic.rounding = max(traffic.rounding, size_told(reply.get("rounding")))
         traffic.seconds_computing += size_told(reply.get("seconds"), self.timeout)
-        return answer
+        return gradients.to(like)
 
     def describe(self) -> dict[str, Any]:
         """Return what the record should say of how gradients are computed."""

@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.engines.compression import HALVES, decoded, encoded, relative_error
-from coterie.engines.messages import RefusedError, Reply, Request
+from coterie.engines.compression import HALVES, relative_error
+from coterie.engines.messages import RefusedError, Reply, Request, decoded, encoded
 from coterie.engines.peer import Peer
 from coterie.errors import MaskError
 from coterie.privacy.masks import Member, NoiseShare, check_margin, digest_of
