@@ -200,3 +200,8 @@ def test_many_weights_by_a_factor_are_those_by_the_matrix(scale: float) -> None:
     exact = simplex_minimum(lacking @ lacking.T + np.diag(diagonal))
     np.testing.assert_allclose(weights, exact, atol=1e-9)
     assert (weights >= 0).all()
+    near = random.dirichlet(np.ones(120))
+    for begin in (exact, near, np.eye(120)[0]):  # from wherever it begins
+        np.testing.assert_allclose(
+            simplex_minimum_low_rank(lacking, diagonal, begin), exact, atol=1e-9
+        )

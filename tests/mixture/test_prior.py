@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from coterie.gradients.simplex import simplex_minimum
 from coterie.mixture.answers import FARTHEST, EStep, Sums
 from coterie.mixture.candidates import INTERCEPT, OwnRows
 from coterie.mixture.families import SOFTMAX, SQUARED, Array
@@ -17,6 +19,7 @@ from coterie.mixture.prior import (
     RIDGE,
     TIMES,
     Heard,
+    NearestMixture,
     PriorAnswer,
     PriorQuestion,
     find_priors,
@@ -108,6 +111,46 @@ def test_who_is_contrary_is_not_listened_to() -> None:
     assert found.tau[0, 6:].sum() < 0.2
     everybody, chosen = np.abs(found.priors.mean[:, :, 0] - centre[:, None]).max(0)
     assert chosen < 0.5 < everybody
+
+
+@pytest.mark.parametrize("peers", [12, 120], ids=["by Gram matrices", "by what was told"])
+def test_whom_is_found_among_those_who_told_everywhere(peers: int) -> None:
+    """One that gave no gradient once has no weight, and the others have the weights of its absence."""
+    random = np.random.default_rng(1)
+    whole, without = NearestMixture(3, peers), NearestMixture(3, peers - 1)
+    for look in range(6):
+        own = random.normal(size=5)
+        theirs = own + np.linspace(0.3, 3, peers)[:, None] * random.normal(size=(peers, 5))
+        ours = own + 0.1 * random.normal(size=(3, 5))
+        without.look(np.delete(theirs, 1, 0), ours)
+        theirs[1, 2] = np.nan if look == 3 else theirs[1, 2]
+        whole.look(theirs, ours)
+    found, expected = whole.weights(), without.weights()
+    assert (found[:, 1] == 0).all()
+    np.testing.assert_allclose(np.delete(found, 1, 1), expected, atol=1e-9)
+    nobody = NearestMixture(3, peers)
+    nobody.look(np.full((peers, 5), np.nan), np.zeros((3, 5)))
+    np.testing.assert_allclose(nobody.weights(), 1 / peers)
+
+
+def test_the_weights_of_many_are_those_of_a_plain_quadratic_program() -> None:
+    """Each view's, from the running mean of Gram matrices, over the last four points."""
+    random = np.random.default_rng(2)
+    peers, views, found = 40, 2, list[Array]()
+    judged, gram = NearestMixture(views, peers), np.zeros((views, peers + 1, peers + 1))
+    for look in range(7):
+        theirs, ours = random.normal(size=(peers, 3)), random.normal(size=(views, 3))
+        judged.look(theirs, ours)
+        for view in range(views):
+            lacking = np.vstack([np.zeros(3), theirs]) - ours[view]
+            now = 0.9 * lacking @ lacking.T + 0.1 * np.diag(np.square(lacking).sum(1))
+            gram[view] = 0.7 * gram[view] + 0.3 * now if look else now
+        if look >= 3:
+            kappa = np.array([simplex_minimum(each)[1:] for each in gram])
+            found.append(kappa / kappa.sum(1, keepdims=True))
+    tau = np.mean(found, axis=0)
+    tau[tau < 0.25 / peers] = 0
+    np.testing.assert_allclose(judged.weights(), tau / tau.sum(1, keepdims=True), atol=1e-9)
 
 
 def test_one_exchange_with_a_liar_moves_no_more_than_is_stated() -> None:

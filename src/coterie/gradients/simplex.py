@@ -92,7 +92,9 @@ def simplex_minimum(matrix: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(z / z.sum())
 
 
-def simplex_minimum_low_rank(factor: ArrayLike, diagonal: ArrayLike) -> NDArray[np.float64]:
+def simplex_minimum_low_rank(
+    factor: ArrayLike, diagonal: ArrayLike, near: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """Return the weights κ on the simplex that minimise κᵀ(FFᵀ + diag D)κ, in O(n r²) for r columns.
 
     As `simplex_minimum`, by the dual of its problem, which has r + 1 unknowns however many weights
@@ -100,11 +102,13 @@ def simplex_minimum_low_rank(factor: ArrayLike, diagonal: ArrayLike) -> NDArray[
 
         z = max(0, F̃v)/D,  v + F̃ᵀz = (0, …, 0, 1),  F̃ = (F, 1)
 
-    by Newton's method, whose steps are exact once it is known which weights are positive.
+    by Newton's method, whose steps are exact once it is known which weights are positive. Its
+    systems have as many unknowns as there are columns or positive weights, whichever are fewer.
 
     Args:
         factor: F, of shape (n, r).
         diagonal: D, positive.
+        near: weights to begin from, of a problem that is much like this one.
 
     Example:
         >>> factor, diagonal = np.array([[1.0, 0.0], [0.5, 0.5], [-0.2, 0.9]]), np.full(3, 0.1)
@@ -124,15 +128,23 @@ def simplex_minimum_low_rank(factor: ArrayLike, diagonal: ArrayLike) -> NDArray[
         positive = np.maximum(rows @ v, 0.0)
         return float(v @ v + positive @ (positive / d)) / 2 - v[-1], positive
 
-    v = target / (1 + (1 / d).sum())  # as if only the last column counted
+    if near is None:
+        v = target / (1 + (1 / d).sum())  # as if only the last column counted
+    else:  # the z on the ray of these weights that is best, and its v
+        along = rows[:, :-1].T @ near
+        v = target - rows.T @ (near / (1 + along @ along + near @ (d * near)))
     lowest, positive = value(v)
     for _ in range(200):
         gradient = v + rows.T @ (positive / d) - target
         if np.abs(gradient).max() <= 1e-13:
             break
         on = positive > 0
-        hessian = np.eye(len(v)) + (rows[on].T / d[on]) @ rows[on]
-        step, length = np.linalg.solve(hessian, gradient), 1.0
+        some, length = rows[on], 1.0
+        if len(some) < len(v):  # (I + FᵀF/D)⁻¹ = I − Fᵀ(D + FFᵀ)⁻¹F
+            inner = np.linalg.solve(some @ some.T + np.diag(d[on]), some @ gradient)
+            step = gradient - some.T @ inner
+        else:
+            step = np.linalg.solve(np.eye(len(v)) + (some.T / d[on]) @ some, gradient)
         falls = float(gradient @ step)
         while True:
             found, there = value(v - length * step)

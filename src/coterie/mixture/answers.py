@@ -16,7 +16,6 @@ from coterie.mixture.posterior import (
     MODELS,
     Priors,
     Rows,
-    back_to_parameters,
     outputs_of,
     posterior,
     targets_of,
@@ -200,7 +199,8 @@ class EStep:
         numbers = self._flat(told, len(users.counts)) / self._bounds
         kept = np.where(self._of_share, np.inf if norm == np.inf else 1.0, 1.0)
         numbers = np.clip(numbers, -kept, kept)
-        numbers[..., self._of_share] *= share[:, None, None]
+        if (share < 1).any():
+            numbers *= np.where(self._of_share, share[:, None, None], 1.0)
         return numbers
 
     def answers_that_count(self, users: "StackedUsers", counting: Array | None) -> Array:
@@ -330,33 +330,42 @@ def _told(
 ) -> dict[str, Array]:
     """Return what is wanted of users' rows, (S, P) or (S, P, D, K), before it has a share or a bound."""
     rows, s, p = users.rows, len(users.counts), len(priors.noise)
-    mean, variance = (np.tile(each, (1, s, 1)) for each in priors[:2])
-    priors, there = Priors(mean, variance, np.tile(priors.noise, s)), np.repeat(users.there.T, p, 1)
-    targets, n = targets_of(rows, s * p), np.maximum(1, users.counts)[:, None]
-    found = {"share": np.array(1.0)}
+    n, found = np.maximum(1, users.counts)[:, None], {"share": np.array(1.0)}
+    if wanted & {"gradient", "curvature"}:  # at the same points for all, (S, n, P, K)
+        over, targets = n[..., None, None], rows.targets[:, :, None]
+        outputs = outputs_of(rows.inputs.reshape(-1, rows.inputs.shape[2]), priors.mean)
+        outputs = outputs.reshape(*users.there.shape, *outputs.shape[1:])
+        predicted = family.predict(outputs)
+        # the filling's inputs are zero, so that it counts in losses alone
+        found["gradient"] = _back(rows.inputs, predicted - targets) / over
+        losses = family.losses(outputs, targets)
+        found["loss"] = (users.there[:, None] @ losses)[:, 0] / n
+        if "curvature" in wanted:
+            found["curvature"] = _back(np.square(rows.inputs), family.curvature(predicted)) / over
+    if "posterior" not in wanted:
+        return found
 
     def of_each(part: Array) -> Array:
         each: Array = np.moveaxis(part, 0, 1) if part.ndim > 1 else part
         return each.reshape(s, p, *each.shape[1:])
 
-    if wanted & {"gradient", "curvature"}:
-        outputs = outputs_of(rows.inputs, mean)
-        predicted, over = family.predict(outputs), n[..., None, None]
-        # the filling's inputs are zero, so that it counts in losses alone
-        found["gradient"] = of_each(back_to_parameters(rows.inputs, predicted - targets)) / over
-        found["loss"] = of_each((family.losses(outputs, targets) * there).sum(0)) / n
-    if "curvature" in wanted:
-        curvature = back_to_parameters(np.square(rows.inputs), family.curvature(predicted))
-        found["curvature"] = of_each(curvature) / over
-    if "posterior" in wanted:
-        settings: dict[str, Any] = {"tolerance": TOLERANCE, "iterations": ITERATIONS}
-        at, width = posterior(rows, family, priors, there, **settings)
-        found["residual"] = np.array(0.0)
-        if family.is_squared:
-            errors = np.square((targets - outputs_of(rows.inputs, at)) * there[..., None])
-            squares = np.repeat(np.square(rows.inputs).sum(1), p, 0).T[..., None]  # (D, S P, 1)
-            whole = of_each(errors.sum((0, 2)) + (squares * width).sum((0, 2)))
-            found["residual"] = whole / (n * targets.shape[2])
-        first = of_each(at - mean)
-        found |= {"first": first, "second": np.square(first), "variance": of_each(width)}
-    return found
+    mean, variance = (np.tile(each, (1, s, 1)) for each in priors[:2])
+    priors, there = Priors(mean, variance, np.tile(priors.noise, s)), np.repeat(users.there.T, p, 1)
+    settings: dict[str, Any] = {"tolerance": TOLERANCE, "iterations": ITERATIONS}
+    at, width = posterior(rows, family, priors, there, **settings)
+    found["residual"] = np.array(0.0)
+    if family.is_squared:
+        targets = targets_of(rows, s * p)
+        errors = np.square((targets - outputs_of(rows.inputs, at)) * there[..., None])
+        squares = np.repeat(np.square(rows.inputs).sum(1), p, 0).T[..., None]  # (D, S P, 1)
+        whole = of_each(errors.sum((0, 2)) + (squares * width).sum((0, 2)))
+        found["residual"] = whole / (n * targets.shape[2])
+    first = of_each(at - mean)
+    return found | {"first": first, "second": np.square(first), "variance": of_each(width)}
+
+
+def _back(inputs: Array, outputs: Array) -> Array:
+    """Return each user's transposed product, (S, P, D, K), of outputs (S, n, P, K)."""
+    s, n, p, k = outputs.shape
+    slopes = inputs.swapaxes(1, 2) @ outputs.reshape(s, n, p * k)
+    return slopes.reshape(s, -1, p, k).swapaxes(1, 2)

@@ -121,7 +121,7 @@ def _exponential(outputs: Array) -> Array:
 SQUARED = Family(
     "squared",
     np.asarray,
-    lambda s, y: np.square(s - y).sum(-1) / 2,
+    lambda s, y: np.einsum("...k,...k->...", error := s - y, error) / 2,
     np.ones_like,
     lambda mean: mean,
 )

@@ -63,8 +63,8 @@ LEAST_SHARE = 0.25
 """A peer with less than this share of an equal weight is left out."""
 TOWARDS_DIAGONAL = 0.1
 """How far a Gram matrix is shrunk to its diagonal: a noisy one invites to exploit its errors."""
-MISSING = 1e6
-"""The difference, in each number, of a peer that gave none."""
+WIDE = 2
+"""With more than so many times as many numbers told as there are peers, weights are found by Gram matrices."""
 
 
 class PriorQuestion(NamedTuple):
@@ -95,7 +95,7 @@ class Heard:
     """
 
     def __init__(self) -> None:
-        # what each peer last told of its posterior, and the question that it answered
+        # by peer: the question about its posterior that it answered last, and what all told then
         self._last: dict[int, tuple[EStep, Array]] = {}
 
     def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
@@ -105,13 +105,14 @@ class Heard:
         weights, gradients = question.weights * there, None
         sums, answered = asked.read(np.einsum("pk,kps->ps", weights, known)), weights.sum(1)
         if question.told == "posterior":
-            for k in self._last.keys() - set(np.flatnonzero(there).tolist()):
+            telling = np.flatnonzero(there).tolist()
+            for k in self._last.keys() - set(telling):
                 again, weight = self._again(k, question.priors), question.weights[:, k]
                 answered += weight
                 more = (each * (weight[:, None] if each.ndim > 1 else weight) for each in again)
                 sums = Sums(*(a + b for a, b in zip(sums, more, strict=True)))
-            self._last |= {k: (asked, known[k]) for k in np.flatnonzero(there).tolist()}
-        elif "gradient" in question.told:
+            self._last |= dict.fromkeys(telling, (asked, known))
+        elif question.own is not None:
             parts = asked.parts(known)
             shares = np.maximum(parts["share"][:, :1], 1e-12)
             gradients = parts["gradient"][:, 0].reshape(len(known), -1) / shares
@@ -121,7 +122,7 @@ class Heard:
     def _again(self, peer: int, priors: Priors) -> Sums:
         """Return what a peer last told, as if it had told it under these priors."""
         asked, numbers = self._last[peer]
-        last, most = asked.read(numbers), FARTHEST * np.sqrt(priors.variance)
+        last, most = asked.read(numbers[peer]), FARTHEST * np.sqrt(priors.variance)
         first = np.clip(last.first + asked.priors.mean - priors.mean, -most, most)
         variance = np.minimum(last.variance, priors.variance)
         return last._replace(first=first, second=np.square(first), variance=variance)
@@ -144,59 +145,62 @@ class NearestMixture:
         self._looks.append((gradients, own))
 
     def weights(self) -> Array:
-        """Return the weights that each view found, (V, N), without those of nearly nothing."""
-        tau, many = np.repeat(self.alike, self.views, 0), len(self._looks)
-        if many:
+        """Return the weights that each view found, (V, N), without those of nearly nothing.
+
+        A peer that gave no gradient somewhere has none, unless nobody has one everywhere.
+        """
+        n, many = self.alike.shape[1], len(self._looks)
+        tau = np.repeat(self.alike, self.views, 0)
+        there = np.all([self.alike[0] > 0, *(np.isfinite(g.sum(1)) for g, _ in self._looks)], 0)
+        if many and there.any():
             ends = range(many - AVERAGED + 1, many + 1) if many >= AVERAGED else [many]
-            columns = sum(own.shape[1] for _, own in self._looks)
-            found = self._by_factors(ends) if columns < tau.shape[1] else self._by_grams(ends)
-            tau = np.mean(found, axis=0)
-        kept = np.where(tau < LEAST_SHARE / tau.shape[1], 0.0, tau)
+            looks = [(peers[there], own) for peers, own in self._looks]
+            few = sum(own.shape[1] for _, own in looks) < WIDE * n
+            found = _by_factors(looks, ends) if few else _by_grams(looks, ends)
+            tau = np.zeros_like(tau)
+            tau[:, there] = np.mean(found, axis=0)
+        kept = np.where(tau < LEAST_SHARE / n, 0.0, tau)
         normalised: Array = kept / kept.sum(1, keepdims=True)
         return normalised
 
-    def _by_grams(self, ends: Sequence[int]) -> list[Array]:
-        """Return what was found after so many points, from a Gram matrix for each view."""
-        mean, found = np.zeros(0), list[Array]()
-        for count, (of_peers, own) in enumerate(self._looks, 1):
-            rows = np.array([_lacking(of_peers, one) for one in own])  # (V, N + 1, r)
-            gram = rows @ rows.swapaxes(1, 2)
-            diagonal = np.einsum("pii->pi", gram)[:, :, None] * np.eye(gram.shape[1])
-            gram = (1 - TOWARDS_DIAGONAL) * gram + TOWARDS_DIAGONAL * diagonal
-            mean = KEPT * mean + (1 - KEPT) * gram if mean.size else gram
-            if count in ends:
-                found.append(np.array([_of_peers(simplex_minimum(one)) for one in mean]))
-        return found
 
-    def _by_factors(self, ends: Sequence[int]) -> list[Array]:
-        """Return the same where there are more peers than numbers that they told: O(N), not O(N³)."""
-        found = []
-        for count in ends:
-            shares = KEPT ** np.arange(count - 1, -1, -1.0) * np.where(
-                np.arange(count), 1 - KEPT, 1.0
-            )
-            tau = []
-            for view in range(self.views):
-                factor = np.concatenate(
-                    [
-                        _lacking(of_peers, own[view]) * np.sqrt(share)
-                        for share, (of_peers, own) in zip(shares, self._looks, strict=False)
-                    ],
-                    1,
-                )
-                squares = np.square(factor).sum(1)
-                diagonal = TOWARDS_DIAGONAL * squares + 1e-10 * squares.sum()
-                root = np.sqrt(1 - TOWARDS_DIAGONAL)
-                tau.append(_of_peers(simplex_minimum_low_rank(root * factor, diagonal)))
-            found.append(np.array(tau))
-        return found
+def _by_grams(looks: Sequence[tuple[Array, Array]], ends: Sequence[int]) -> list[Array]:
+    """Return the weights after so many points, (V, N) each, from a Gram matrix for each view."""
+    mean, found = np.zeros(0), list[Array]()
+    for count, (of_peers, own) in enumerate(looks, 1):
+        rows = _with_nobody(of_peers) - own[:, None]  # (V, N + 1, r)
+        gram = rows @ rows.swapaxes(1, 2)
+        diagonal = np.einsum("pii->pi", gram)[:, :, None] * np.eye(gram.shape[1])
+        gram = (1 - TOWARDS_DIAGONAL) * gram + TOWARDS_DIAGONAL * diagonal
+        mean = KEPT * mean + (1 - KEPT) * gram if mean.size else gram
+        if count in ends:
+            found.append(np.array([_of_peers(simplex_minimum(one)) for one in mean]))
+    return found
 
 
-def _lacking(of_peers: Array, own: Array) -> Array:
-    """Return what nobody and each peer lacks of the own gradient, (N + 1, r)."""
-    known = np.isfinite(of_peers.sum(1))
-    rows: Array = np.concatenate([np.zeros_like(of_peers[:1]), of_peers]) - own
-    rows[1:][~known] = MISSING
+def _by_factors(looks: Sequence[tuple[Array, Array]], ends: Sequence[int]) -> list[Array]:
+    """Return the same by all that peers told: O(N) for many peers, not O(N³)."""
+    widths = [own.shape[1] for _, own in looks]
+    every = np.concatenate([_with_nobody(of_peers) for of_peers, _ in looks], 1)
+    found, near = [np.empty((len(looks[0][1]), len(every) - 1)) for _ in ends], None
+    for view, ours in enumerate(np.concatenate([own for _, own in looks], 1)):
+        rows = every - ours
+        squares = np.add.reduceat(np.square(rows), np.cumsum([0, *widths[:-1]]), 1)
+        for weights, count in zip(found, ends, strict=True):
+            ages = np.arange(count - 1, -1, -1.0)
+            shares = KEPT**ages * np.where(ages < count - 1, 1 - KEPT, 1.0)
+            roots = np.sqrt((1 - TOWARDS_DIAGONAL) * shares).repeat(widths[:count])
+            whole = squares[:, :count] @ shares
+            diagonal = TOWARDS_DIAGONAL * whole
+            # what was found for the point or the view before is near
+            near = simplex_minimum_low_rank(rows[:, : len(roots)] * roots, diagonal, near)
+            weights[view] = _of_peers(near)
+    return found
+
+
+def _with_nobody(of_peers: Array) -> Array:
+    """Return the gradients with a row of zeros before them, (N + 1, r)."""
+    rows: Array = np.concatenate([np.zeros_like(of_peers[:1]), of_peers])
     return rows
 
 
