@@ -77,42 +77,32 @@ def whole(least: int, most: int | None = None) -> Check:
 
     True is none, and neither is 5.0.
     """
-
-    def read(value: Any) -> int:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-        if number < least or (most is not None and number > most):
-            raise ValueError
-        return number
-
-    return Check(
-        f"be a whole number, {f'at least {least}' if most is None else f'from {least} to {most}'}",
-        read,
-    )
+    words = f"at least {least}" if most is None else f"from {least} to {most}"
+    last = math.inf if most is None else most
+    read = _where(lambda number: least <= number <= last, operator.index, bool)
+    return Check(f"be a whole number, {words}", read)
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Check:
     """Return the check of a finite number in a range."""
-
-    def read(value: Any) -> float:
-        if isinstance(value, bool | str | bytes):
-            raise TypeError
-        number = float(value)
-        if not math.isfinite(number) or not fits(number):
-            raise ValueError
-        return number
-
-    return Check(words, read)
+    finite = _where(
+        lambda number: math.isfinite(number) and fits(number), float, bool | str | bytes
+    )
+    return Check(words, finite)
 
 
-def _where(fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """Return what refuses values that do not fit."""
+def _where(
+    fits: Callable[[Any], bool], meant: Callable[[Any], Any] | None = None, refused: Any = ()
+) -> Callable[[Any], Any]:
+    """Return what takes a value as it is `meant`, and refuses what does not fit, or is of some types."""
 
     def read(value: Any) -> Any:
-        if not fits(value):
+        if isinstance(value, refused):
+            raise TypeError
+        taken = value if meant is None else meant(value)
+        if not fits(taken):
             raise ValueError
-        return value
+        return taken
 
     return read
 

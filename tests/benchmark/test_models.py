@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.model_cases import way_of_rows
 
 from coterie.benchmark.sets.user_set import MODELS, Elman, Recurrent, cnn
 from coterie.engines.in_process.engine import InProcess
@@ -18,7 +19,7 @@ def test_every_model_goes_through_the_engine_in_one_pass(name: str) -> None:
     users = [User(user, inputs, targets) for user in ("me", "a", "b")]
     engine = InProcess(MODELS[name](64, 10), torch.nn.functional.cross_entropy, users[0], users[1:])
     rows = "vmap" if name == "gru" else "by layer"  # whose weights are no layer's
-    assert (engine.describe()["average"], engine.describe()["rows"]) == ("one pass", rows)
+    assert (engine.describe()["average"], way_of_rows(engine)) == ("one pass", rows)
 
 
 def test_outputs_have_a_number_for_every_class() -> None:

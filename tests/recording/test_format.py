@@ -34,7 +34,7 @@ CONFIGURATION: dict[str, Any] = {
     "seed": 4,
     "steps": 10,
     "counts": "steps",
-    "engine": {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "by layer"},
+    "engine": {"engine": "in process", "device": "cpu", "average": "one pass", "rows": "one pass"},
     "guard": "held-out: 100 validation examples",
     "evaluate_every": 5,
     "norm_bound": 3.0,
@@ -112,7 +112,7 @@ def test_a_record_is_read(tmp_path: Path) -> None:
         "engine": "in process",
         "device": "cpu",
         "average": "one pass",
-        "rows": "by layer",
+        "rows": "one pass",
     }
     assert configuration.engine == in_process
     assert configuration.not_measured == "no peer's gradient can be used"

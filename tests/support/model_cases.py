@@ -259,6 +259,13 @@ def one_by_one(model: Callable[[], nn.Module], loss: Any = f.cross_entropy) -> C
     return Case(model, loss, average="user by user", rows="loop")
 
 
+def way_of_rows(engine: coterie.InProcess) -> str:
+    """Return how an engine computes every peer's gradient."""
+    if engine.passes.by_layer is not None:
+        return "by layer"
+    return "loop" if engine.support.loop else "vmap"
+
+
 CASES = {
     "mlp": Case(mlp),
     "cnn": Case(cnn),

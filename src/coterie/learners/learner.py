@@ -74,7 +74,7 @@ class Learner(ABC):
         self.last_exchange: dict[str, Any] | None = (
             None  # what the peers last said, where it is used again
         )
-        self.bound = None if spec.norm_bound is None else NormBound(spec.norm_bound, self.x)
+        self.bound: NormBound | None = None  # on peers' gradients
         self.best: dict[str, Any] = {}
 
     @property
@@ -220,6 +220,8 @@ class RuleLearner(Learner):
         # the weights in the last question
         self._asked_for: tuple[dict[str, float], Tensor] | None = None
         super().__init__(spec, engine, costs)
+        if spec.norm_bound is not None:
+            self.bound = NormBound(spec.norm_bound, self.x)
         self._stack = Stack.of_model(spec, self.x, self.scheduler)
         self.stacks = (self._stack,)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Self
 
 import torch
@@ -112,17 +112,6 @@ class Configuration(StepSettings):
     estimates: Mapping[str, Any] = field(default_factory=dict)
     not_measured: str = ""  # why there are no estimates, where they were wanted
     runs: str = ""  # whether the run was taken with others as one program, or why not
-
-    def with_engine(self, described: Mapping[str, Any]) -> Self:
-        """Return the same with what an engine says of itself.
-
-        It may know better about peers and their data.
-        """
-        names = {each.name for each in fields(self)} - {"engine"}
-        rest = {name: value for name, value in described.items() if name not in names}
-        return replace(
-            self, engine=rest, **{name: described[name] for name in names & described.keys()}
-        )
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a line of JSON holds."""

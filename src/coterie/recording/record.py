@@ -77,7 +77,8 @@ class Record:
     def add(self, point: Point) -> None:
         """Add a point of the curves."""
         self.points.append(point)
-        self._append(point.to_plain())
+        if self._lines is not None:
+            self._append(point.to_plain())
 
     def finish(self, end: End) -> None:
         """Add how the run ended, in the place of what was said of it before."""
@@ -203,21 +204,18 @@ class Record:
         self._behind = False
 
 
+@functools.cache  # reading it takes a millisecond, and `train_many` makes many records
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
+    try:
+        own = metadata.version("coterie")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        own = "not installed"
     return {
-        "coterie": _own_version(),
+        "coterie": own,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "scipy": scipy.__version__,
     }
-
-
-@functools.cache  # reading it takes a millisecond, and `train_many` makes many records
-def _own_version() -> str:
-    try:
-        return metadata.version("coterie")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return "not installed"

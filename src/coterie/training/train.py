@@ -320,7 +320,7 @@ def configuration_of(spec: RunSpec, engine: Engine) -> Configuration:
     steps = {each.name: getattr(spec, each.name) for each in fields(StepSettings)}
     # of a run that is prepared the optimizer has it
     steps["lr"] = rates[0] if len(rates) == 1 else None
-    return Configuration(
+    configuration = Configuration(
         rule=describe(spec.rule),
         alone=algorithm.alone,
         optimizer=(
@@ -338,7 +338,10 @@ def configuration_of(spec: RunSpec, engine: Engine) -> Configuration:
         counts=algorithm.counts,
         evaluate_every=spec.every,
         norm_bound=spec.norm_bound,
-    ).with_engine(engine.describe())
+    )
+    told = dict(engine.describe())  # it may know better about peers and their data
+    known = {name: told.pop(name) for name in {*told} & {*vars(configuration)} - {"engine"}}
+    return replace(configuration, engine=told, **known)
 
 
 def costs_of(spec: RunSpec, engine: Engine, configuration: Configuration) -> Costs:

@@ -20,6 +20,7 @@ from tests.support.layer_cases import (
     make_users,
     plain,
 )
+from tests.support.model_cases import way_of_rows
 from torch import Tensor, nn
 from torch.nn import functional as f
 
@@ -33,7 +34,7 @@ def check(
 ) -> None:
     users = make_users(shape, sizes)
     engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=batch)
-    assert engine.describe()["rows"].startswith(way) == (way == "by layer")
+    assert way_of_rows(engine) == way
     x = engine.passes.parameters.vector() + 0.1
     close(asked(engine, x), plain(model, x, users[1:], batch))
     shared = engine.passes.parameters.share()  # as in training
@@ -61,7 +62,7 @@ def test_what_cannot_be_had_by_layer_is_had_otherwise(name: str) -> None:
         model, shape = case(name, known=False)
         users = make_users(shape, [size] * 12)
         engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
-        assert engine.describe()["rows"] != "by layer"
+        assert way_of_rows(engine) != "by layer"
         x = engine.passes.parameters.vector() + 0.1
         close(asked(engine, x), plain(model, x, users[1:], 4))
 
@@ -82,6 +83,7 @@ def test_hooks_are_gone_after_a_failure() -> None:
     users = make_users(shape, [6] * 5)
     engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
     batches = engine.sampler.draw(engine.names, 0)[1]
+    assert way_of_rows(engine) == "by layer"
     engine.passes.per_example = PerExample(lambda *_: 1 / 0)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
         engine.passes.rows(engine.passes.parameters.vector(), batches)
@@ -155,7 +157,7 @@ def test_half_precision_inside_the_model() -> None:
     users = [coterie.User(f"{k}", torch.randn(6, 6), torch.randn(6, 2)) for k in range(5)]
     engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], batch_size=4)
     x = engine.passes.parameters.vector()
-    assert engine.describe()["rows"] == "by layer"
+    assert way_of_rows(engine) == "by layer"
     rows, wanted = asked(engine, x), plain(model, x, users[1:], 4)
     assert float((rows - wanted).norm() / wanted.norm()) < 0.02
 

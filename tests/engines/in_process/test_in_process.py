@@ -12,6 +12,7 @@ from tests.support.model_cases import (
     make_model,
     make_users,
     some_point,
+    way_of_rows,
 )
 from torch import Tensor, nn
 
@@ -29,7 +30,8 @@ def test_each_case_goes_the_way_it_should(case: Case) -> None:
     )
     told = engine.describe()
     assert told["average"].startswith(case.average)
-    assert told["rows"].startswith(case.rows)
+    assert told["rows"].startswith("loop") == (case.rows == "loop")
+    assert way_of_rows(engine) == case.rows
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "loss with item", "class weights"])

@@ -27,7 +27,8 @@ class ByLayer:
     compares with a plain loop first.
     """
 
-    def __init__(self, model: nn.Module, parameters: Parameters) -> None:
+    def __init__(self, model: nn.Module, parameters: Parameters, bytes_an_example: int = 0) -> None:
+        self.bytes_an_example = bytes_an_example  # that a pass takes
         self._parameters, names = parameters, {id(p): name for name, p in parameters.named.items()}
         self._layers: dict[nn.Module, dict[str, str]] = {}
         for module in model.modules():

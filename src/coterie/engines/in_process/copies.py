@@ -4,7 +4,7 @@ The losses and gradients of all, on batches that groups of them share.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import cast
 
@@ -287,7 +287,8 @@ def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:
     """
     if {name for name, _ in model.named_parameters()} != trainable:
         return None
-    layers = list(_in_a_row(model))
+    modules = (module for _, module in model.named_modules(remove_duplicate=False))
+    layers = [module for module in modules if type(module) is not nn.Sequential]
     plain = all(type(layer) in (nn.Linear, *_ELEMENTWISE) for layer in layers[1:])
     first = layers[0]
     begins = type(first) is nn.Linear or (
@@ -298,14 +299,6 @@ def _layers(model: nn.Module, trainable: set[str]) -> list[nn.Module] | None:
     )
     watched = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     return layers if plain and begins and not watched else None
-
-
-def _in_a_row(model: nn.Module) -> Iterator[nn.Module]:
-    if type(model) is nn.Sequential:
-        for child in model:
-            yield from _in_a_row(child)
-    else:
-        yield model
 
 
 def _width(passes: Passes, inputs: Tree) -> int:

@@ -22,9 +22,15 @@ from coterie.engines.engine import (
     LocalWork,
     Question,
 )
+from coterie.engines.in_process.by_layer import ByLayer
 from coterie.engines.in_process.copies import Copies
 from coterie.engines.in_process.forward_options import DEFAULT_FORWARD, ForwardOptions
-from coterie.engines.in_process.model_support import ModelSupport, check_classes, probe
+from coterie.engines.in_process.model_support import (
+    ModelSupport,
+    check_classes,
+    layers_of,
+    probe,
+)
 from coterie.engines.in_process.passes import Passes, Weights
 from coterie.engines.in_process.sampler import Batches, BatchSampler, with_own
 from coterie.engines.in_process.side_stream import side_stream
@@ -105,15 +111,23 @@ class InProcess:
                 self._output, self.support = probe(
                     self.passes, x, batch, [me, *peers], together=together
                 )
+            if self.support.one_by_one is None and not self.passes.whole:
+                self.passes.find_layers = self._layers
+            if device.type == "cuda":  # a captured step could not find it out
+                _ = self.passes.by_layer
         else:
             self._output, self.support = like._output, like.support
             self.passes.take_over(like.passes)
-        self._user_by_user = UserByUser(self.passes, self.sampler, self.support)
         self._tau: tuple[Any, Weights] | None = None
         self._held: HeldRows = HeldRows() if like is None or shared is None else like._held
         if shared is None:
             check_classes(loss, self._output, [me, *peers])
         self.passes.set_forward_options(forward_options)
+
+    def _layers(self) -> ByLayer | None:
+        """Find out, in full precision, whether rows can be had by layer."""
+        with seeded(self.seed, self.me, 0, self.parameters.device), self.passes.without_options():
+            return layers_of(self.passes, *self.sampler.one(self.me, 0))
 
     def _sampler_of(
         self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
@@ -162,14 +176,15 @@ class InProcess:
     @functools.cached_property
     def capabilities(self) -> Capabilities:
         """What this engine can do, which depends on the model and on where the examples are."""
-        support = self.support
+        support, users = self.support, self.sampler.users
+        examples = {name: None if user.is_stream else len(user) for name, user in users.items()}
         in_memory = None if self.sampler.in_memory else NOT_IN_MEMORY
         mean = (
             None
             if self.passes.per_example is not None
             else "the loss is not known to be a mean over examples"
         )
-        rows = support.loop if self.passes.by_layer is None else None
+        rows = None if support.loop is None or self.passes.by_layer else support.loop
         plain = self.passes.forward_options == DEFAULT_FORWARD
         passed = None if plain else "options of the forward pass were given"
         return Capabilities(
@@ -179,17 +194,16 @@ class InProcess:
             not_captured=in_memory or support.one_by_one,
             rows_not_captured=in_memory or support.one_by_one or rows,
             not_stacked=support.not_stacked or in_memory or mean or passed,
-            examples=self._examples,
+            examples=examples,
             batch_size=self.sampler.batch_size,
             batch_dependent=support.batch_dependent,
             local_work=True,
-            no_e_steps="a user has a stream" if None in self._examples.values() else "",
+            no_e_steps="a user has a stream" if None in examples.values() else "",
         )
 
     @functools.cached_property
-    def _examples(self) -> dict[str, int | None]:
-        """How many examples everybody has; counted once, since it is asked for at every step."""
-        return {n: None if user.is_stream else len(user) for n, user in self.sampler.users.items()}
+    def _user_by_user(self) -> "UserByUser":
+        return UserByUser(self.passes, self.sampler, self.support)
 
     def indices(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
@@ -223,7 +237,7 @@ class InProcess:
         other = copy.copy(self)
         other.sampler, other._tau = self.sampler.with_batch_size(size), None
         other.__dict__.pop("capabilities", None)
-        other._user_by_user = self._user_by_user.with_sampler(other.sampler)
+        other.__dict__.pop("_user_by_user", None)
         return other
 
     def peer(
@@ -395,18 +409,12 @@ class InProcess:
     def describe(self) -> dict[str, Any]:
         """Return how the model is passed, and why."""
         one_by_one, loop = self.support.one_by_one, self.support.loop
-        mapped = (
-            f"loop: {loop}"
-            if loop
-            else "vmap, attention as products"
-            if self.passes.plain_attention
-            else "vmap"
-        )
+        rows = "attention as products" if self.passes.plain_attention else "one pass"
         return {
             "engine": "in process",
             "device": str(self.parameters.device),
             "average": f"user by user: {one_by_one}" if one_by_one else "one pass",
-            "rows": mapped if self.passes.by_layer is None else "by layer",
+            "rows": f"loop: {loop}" if loop and self.passes.by_layer is None else rows,
             **{
                 name: str(value)
                 for name, value in vars(self.passes.forward_options).items()
@@ -460,12 +468,6 @@ class UserByUser:
     def __init__(self, passes: Passes, sampler: BatchSampler, support: ModelSupport) -> None:
         self.passes, self.sampler, self.support = passes, sampler, support
         self._peers: dict[str, Peer] = {}
-
-    def with_sampler(self, sampler: BatchSampler) -> Self:
-        """Return the same with other batches."""
-        other = copy.copy(self)
-        other.sampler = sampler
-        return other
 
     def gradient(
         self, name: str, x: Tensor, step: int, batch: tuple[Tree, Tree]

@@ -56,7 +56,7 @@ class ModelSupport:
     @property
     def batch_dependent(self) -> bool:
         """Whether another size of batches may mean another objective, as with BatchNorm."""
-        return self.moves_buffers or (self.one_by_one not in (None, AS_ASKED) and not self.random)
+        return bool(self.moved) or (self.one_by_one not in (None, AS_ASKED) and not self.random)
 
 
 @contextlib.contextmanager
@@ -110,7 +110,10 @@ def probe(
     before, random_before = passes.buffers(), _random_state(x.device)
     buffers = passes.buffers()
     output = _check_fit(passes, x, inputs, targets, buffers)
-    _try_evaluation(passes, x, inputs)
+    # in evaluation mode some models draw random numbers, and not in training; what fails is told
+    # where the model is evaluated
+    with contextlib.suppress(Exception), torch.no_grad(), evaluation_mode(passes.model):
+        passes.output(x, inputs, passes.buffers())
     draws = random_before != _random_state(x.device)
     moved = frozenset(name for name in before if not torch.equal(before[name], buffers[name]))
     if draws:
@@ -131,10 +134,8 @@ def probe(
     if one_by_one is not None or passes.whole:
         passes.per_example = None
     not_stacked = loop
-    if one_by_one is None and not passes.whole:
-        _try_by_layer(passes, x, inputs, targets)
-        if loop is not None and passes.per_example is not None:
-            not_stacked = _why_not_stacked(passes, x, inputs, targets, loop)
+    if None not in (loop, passes.per_example):
+        not_stacked = _why_not_stacked(passes, x, inputs, targets, str(loop))
     return output, ModelSupport(one_by_one, loop, not_stacked, moved, draws)
 
 
@@ -213,13 +214,6 @@ def _check_fit(
             ) from error
         raise ModelError(f"the loss of the model's output has no gradient: {error}") from error
     return output
-
-
-def _try_evaluation(passes: Passes, x: Tensor, inputs: Tree) -> None:
-    """Pass a batch in evaluation mode, in which some models draw random numbers, and not in training."""
-    with contextlib.suppress(Exception), torch.no_grad(), evaluation_mode(passes.model):
-        # what fails is told where the model is evaluated
-        passes.output(x, inputs, passes.buffers())
 
 
 def _why_one_by_one(
@@ -305,8 +299,9 @@ def _why_not_stacked(
     return loop
 
 
-def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> None:
-    """Turn rows by layer on where they give two users' gradients as a plain loop does.
+@full_precision()
+def layers_of(passes: Passes, inputs: Tree, targets: Tree) -> ByLayer | None:
+    """Return what gives rows by layer, where it gives two users' gradients as a plain loop does.
 
     Whatever a model does with its parameters outside its layers, or with the order of examples,
     changes the gradients. They are compared at a point where no parameter is zero by chance, on
@@ -314,11 +309,12 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> Non
     """
     layers = ByLayer(passes.model, passes.parameters)
     if layers.unknown_layer:
-        return
+        return None
     if n_rows(inputs) == 1:
         inputs, targets = _with_zeros(inputs), joined([targets, targets])
     even = n_rows(inputs) // 2 * 2
     batch = Batches([0, 1], *(mapped(lambda leaf: leaf[:even], tree) for tree in (inputs, targets)))
+    x = passes.parameters.vector()
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(
         x.device
     )
@@ -326,17 +322,17 @@ def _try_by_layer(passes: Passes, x: Tensor, inputs: Tree, targets: Tree) -> Non
     try:
         alone = torch.stack([passes.single(x, *one)[0] for one in batch.each()])
         rows = torch.full_like(alone, torch.nan)
-        passes.bytes_an_example = passes.write_by_layer(x, layers, [batch], rows)
+        layers.bytes_an_example = passes.write_by_layer(x, layers, [batch], rows)
     except (
         Exception
     ):  # a layer may be called in a way that is not foreseen; then mapping serves, or a loop
-        return
+        return None
     lengths = zip(
         *(passes.parameters.unflatten(each).values() for each in (rows - alone, alone)), strict=True
     )
     slight = 1e-4 * alone.norm()
-    if all(bool(error.norm() <= 1e-2 * size.norm() + slight) for error, size in lengths):
-        passes.by_layer = layers
+    same = all(bool(error.norm() <= 1e-2 * size.norm() + slight) for error, size in lengths)
+    return layers if same else None
 
 
 def _per_example(loss: Loss, users: Sequence[User]) -> PerExample | None:

@@ -3,12 +3,13 @@
 The gradient of a batch, of a weighted sum of batches, of each batch on its own.
 """
 
+import functools
 import math
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
@@ -124,9 +125,8 @@ class Passes:
         self.plain_attention = False
         # whether only copies of the model can be mapped, a batch after the other
         self.batches_apart = False
-        # where each user's gradient can be had from one pass over all
-        self.by_layer: ByLayer | None = None
-        self.bytes_an_example = 0  # what that takes
+        # finds out where each user's gradient can be had from one pass over all; see `by_layer`
+        self.find_layers: Callable[[], ByLayer | None] = lambda: None
         self.set_forward_options(DEFAULT_FORWARD)
         self._memory = ReusedMemory()
         self._kept_order: tuple[tuple[int, ...], Tensor] | None = None
@@ -136,8 +136,14 @@ class Passes:
         self.per_example = other.per_example
         self.vmap_loss = other.vmap_loss
         self.whole = other.whole
-        self.by_layer = None if other.by_layer is None else ByLayer(self.model, self.parameters)
-        self.bytes_an_example = other.bytes_an_example
+        self.find_layers = lambda: (
+            other.by_layer and ByLayer(self.model, self.parameters, other.by_layer.bytes_an_example)
+        )
+
+    @functools.cached_property
+    def by_layer(self) -> ByLayer | None:
+        """What gives each user's gradient from one pass over all, tried where rows are first wanted."""
+        return self.find_layers()
 
     def set_forward_options(self, forward_options: ForwardOptions) -> None:
         """Use these options for every pass from now on."""
@@ -147,6 +153,15 @@ class Passes:
         self._forward: Callable[..., Any] = (
             torch.compile(forward, dynamic=False) if forward_options.compile else forward
         )
+
+    @contextmanager
+    def without_options(self) -> Iterator[None]:
+        """Pass batches in full precision inside, whatever options are given."""
+        through, self._through = self._through, operator.call
+        try:
+            yield
+        finally:
+            self._through = through
 
     def mappable(self) -> AbstractContextManager[None]:
         """Return a context in which `vmap` takes this model."""
@@ -255,16 +270,20 @@ class Passes:
     def _parts(self, x: Tensor, batches: Sequence[Batches]) -> Sequence[Sequence[Batches]]:
         """Return the batches of one pass after the other."""
         row = self.parameters.size * self.parameters.dtype.itemsize
-        by_layer = self.by_layer is not None and x.ndim == 1
-        takes = [row + (self.bytes_an_example * batch.size if by_layer else 0) for batch in batches]
+        by_layer = self.by_layer if x.ndim == 1 else None
+        each = 0 if by_layer is None else by_layer.bytes_an_example
+        takes = [row + each * batch.size for batch in batches]
         if (
             by_layer
             and sum(t * len(b.positions) for t, b in zip(takes, batches, strict=True))
             <= self.memory
         ):
             return alike(batches)
-        each = zip(batches, takes, strict=True)
-        return [[part] for batch, taken in each for part in batch.cut(max(1, self.memory // taken))]
+        return [
+            [part]
+            for batch, taken in zip(batches, takes, strict=True)
+            for part in batch.cut(max(1, self.memory // taken))
+        ]
 
     def _write_rows(self, x: Tensor, batches: Sequence[Batches], rows: Tensor) -> None:
         """Write some users' gradients in the way that suits them, which goes by sizes alone."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.errors import DataError
 from coterie.users.examples import Examples, InMemory
 from coterie.users.sampling import BatchStream, IndexTable, random_key
-from coterie.users.trees import Tree, each_row, form, joined, mapped, n_rows, split, together
+from coterie.users.trees import Tree, each_row, form, joined, mapped, n_rows, split
 from coterie.users.user import User
 
 MAX_KEPT_SELECTIONS = 4
@@ -114,7 +114,8 @@ class BatchSampler:
     def __init__(
         self, me: User, peers: Sequence[User], *, batch_size: int, seed: int, device: torch.device
     ) -> None:
-        _check_held_out(me)
+        check_alike(me, me.validation, "the validation set")
+        check_alike(me, me.test, "the test set")
         for peer in peers:
             check_alike(me, peer.examples, f"peer {peer.name!r}")
         self._given = {user.name: user for user in (me, *peers)}
@@ -130,7 +131,7 @@ class BatchSampler:
         ]
         if len(held) == len(self.users):
             self._pool = InMemory(
-                *(together(torch.cat, each) for each in zip(*map(_parts, held), strict=True))
+                joined([each.inputs for each in held]), joined([each.targets for each in held])
             )
             ends = torch.tensor([len(e) for e in held]).cumsum(0).tolist()
             for user, end in zip(self.users.values(), ends, strict=True):
@@ -149,7 +150,8 @@ class BatchSampler:
         everybody = (me, *peers)
         if any(self._given.get(user.name) is not user for user in everybody):
             return None
-        _check_held_out(me)
+        check_alike(me, me.validation, "the validation set")
+        check_alike(me, me.test, "the test set")
         other = copy.copy(self)
         other.users = {user.name: self.users[user.name] for user in everybody}
         other.me, other._groups, other._tables = other.users[me.name], {}, {}
@@ -231,15 +233,6 @@ class BatchSampler:
             )
             for some in alike.values()
         ]
-
-
-def _parts(examples: InMemory) -> tuple[Tree, Tree]:
-    return examples.inputs, examples.targets
-
-
-def _check_held_out(me: User) -> None:
-    check_alike(me, me.validation, "the validation set")
-    check_alike(me, me.test, "the test set")
 
 
 def check_alike(me: User, others: Examples | None, whose: str) -> None:
