@@ -33,7 +33,7 @@ from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
-from coterie.federation.jobs import CollabSites
+from coterie.federation.jobs import Answering, CollabSites
 from coterie.federation.manifest import Kit
 from coterie.federation.provisioning import LEAD, Consortium, provision
 from coterie.federation.workspace import (
@@ -63,7 +63,7 @@ def plain_gradient(model: Flat, rank: int, x: Any) -> Any:
     return torch.autograd.grad(mse_loss(model(inputs), targets), [model.w])[0].numpy()
 
 
-class Site:
+class Site(Answering):
     """A site that answers bare calls and coterie's."""
 
     def __init__(self, d: int) -> None:
@@ -81,30 +81,9 @@ class Site:
         """Return a gradient."""
         return plain_gradient(self.model, 1, x)
 
-    @publish
-    def ready(self) -> Any:
-        """Say that there is something to give."""
-        return self.responder().ready()
-
-    @publish
-    def gradients(self, request: Any) -> Any:
+    def answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Answer as coterie's sites do."""
-        return self.responder().gradients(request)
-
-    @publish
-    def offer(self, batch_size: Any) -> Any:
-        """Return a key for masked sums."""
-        return self.responder().offer(batch_size)
-
-    @publish
-    def join(self, agreement: Any) -> Any:
-        """Take part in masked sums."""
-        return self.responder().join(agreement)
-
-    @publish
-    def part(self, request: Any) -> Any:
-        """Return the masked part of a sum."""
-        return self.responder().part(request)
+        return self.responder().answer(method, arguments, "server")
 
     def responder(self) -> Responder:
         """Return what answers, made at the first request."""

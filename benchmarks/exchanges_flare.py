@@ -26,13 +26,12 @@ from coterie.data import digits_by_writer
 from coterie.engines.in_process.passes import Passes
 from coterie.engines.peer import Peer
 from coterie.engines.remote.engine import Remote
-from coterie.engines.remote.responder import answer_message
+from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import Replies
-from coterie.federation.jobs import CollabSites
+from coterie.federation.jobs import Answering, CollabSites
 
 F = TypeVar("F", bound=Callable[..., Any])
 main: Callable[[F], F] = collab.main
-publish: Callable[[F], F] = collab.publish
 LATENCIES = (0.0, 0.02, 0.2)
 KINDS = ((1, 1), (4, 1), (16, 1), (1, 4), (1, 16))
 
@@ -74,22 +73,16 @@ class Delayed:
         return DelayedReplies(self.sites.ask(names, method, timeout, **arguments), self.seconds)
 
 
-class Site:
+class Site(Answering):
     """A writer of digits."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._peer: Peer | None = None
 
-    @publish
-    def ready(self) -> Any:
-        """Say that there is something to give."""
-        return self.peer().terms()
-
-    @publish
-    def gradients(self, request: Any) -> Any:
+    def answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Answer as coterie's sites do."""
-        return answer_message(self.peer(), "server", request)
+        return Responder(self.peer()).answer(method, arguments, "server")
 
     def peer(self) -> Peer:
         """Return what answers, made at the first request."""

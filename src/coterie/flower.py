@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from coterie.arguments import COUNT, POSITIVE
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.messages import packed, unpacked
+from coterie.engines.messages import from_bytes, to_bytes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import owner_only
 from coterie.engines.remote.engine import Remote
@@ -306,7 +305,7 @@ class FlowerReplies:
 
 def to_record(value: Mapping[str, Any]) -> RecordDict:
     """Return plain data and arrays as Flower carries them: a letter, as between processes."""
-    letter = packed(value).numpy().tobytes()
+    letter = to_bytes(value)
     array = Array(dtype="uint8", shape=(len(letter),), stype=LETTER, data=letter)
     return RecordDict({LETTER: ArrayRecord({LETTER: array})})
 
@@ -317,7 +316,6 @@ def from_record(record: RecordDict) -> Any:
     None where the record is no such thing, as a wrong sender may make it.
     """
     try:
-        letter = record.array_records[LETTER][LETTER].data
-        return unpacked(torch.frombuffer(bytearray(letter), dtype=torch.uint8))
+        return from_bytes(record.array_records[LETTER][LETTER].data)
     except Exception:  # NumPy raises several kinds, also of too large a shape
         return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 import json
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from tests.support.model_cases import (
     plain_gradient,
     some_point,
 )
+from tests.support.waiting import ENOUGH, until
 from torch import Tensor, nn
 from torch.nn import functional as f
 
@@ -335,7 +336,7 @@ def linear() -> nn.Module:
 
 
 def remote(me: coterie.User, sites: Any, names: Iterable[str], **how: Any) -> Remote:
-    how = {"batch_size": 5, "probe_every": 1} | how
+    how = {"batch_size": 5, "probe_every": 1, "timeout": ENOUGH} | how
     return Remote(linear(), f.cross_entropy, me, sites=sites, names=list(names), **how)
 
 
@@ -361,6 +362,24 @@ def test_caps_and_ledgers_hold(make_sites: MakeSites, tmp_path: Path) -> None:
 
 
 @every_sites
+def test_no_message_is_parsed_as_python(
+    make_sites: MakeSites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython's parser fails in one thread where another comes in between: `np.load` lost 6 of 10⁵ arrays."""
+
+    def mixed_up(*_: Any, **__: Any) -> None:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    me, peers = held()
+    with make_sites(peers, None) as sites:
+        engine = remote(me, sites, peers)
+        monkeypatch.setattr(ast, "parse", mixed_up)
+        found = engine.gradients(X, 0, EVEN)
+        monkeypatch.undo()
+    assert (found.answered, found.left_out) == (1, {})
+
+
+@every_sites
 def test_masked_sums_are_the_plain_ones_and_nothing_else_is_given(make_sites: MakeSites) -> None:
     me, peers = held()
     plain, _ = held()
@@ -380,15 +399,13 @@ def test_masked_sums_are_the_plain_ones_and_nothing_else_is_given(make_sites: Ma
 def test_a_lost_site_is_left_out_and_asked_again_once_it_is_back(make_sites: MakeSites) -> None:
     me, peers = held()
     with make_sites(peers, None) as sites:
-        engine = remote(me, sites, peers, misses=2, timeout=20.0)
+        engine = remote(me, sites, peers, misses=2)
         whole = engine.gradients(X, 0, EVEN)
         sites.lose("peer 3")
         lost = [engine.gradients(X, step, EVEN) for step in range(1, 5)]
         sites.bring("peer 3")
-        end, step = time.monotonic() + 30, 5
-        while engine.gradients(X, step, EVEN).answered < 1 and time.monotonic() < end:
-            step += 1
-            time.sleep(0.02)
+        steps = itertools.count(5)
+        until(lambda: engine.gradients(X, next(steps), EVEN).answered == 1, "it is asked again")
         back = engine.gradients(X, 0, EVEN)
     assert {tuple(g.left_out.items()) for g in lost} == {
         (("peer 3", "no answer"),),
@@ -411,19 +428,22 @@ def test_who_is_late_is_left_out_of_the_step_alone(make_sites: MakeSites) -> Non
     honest, goes_on = peers["peer 2"].answer, threading.Event()
 
     def late(*request: Any, **how: Any) -> Any:
-        goes_on.wait(30)
+        goes_on.wait(ENOUGH)
         return honest(*request, **how)
 
     with make_sites(peers, None) as sites:
-        engine = remote(me, sites, peers, timeout=1.0)
         peers["peer 2"].answer = late  # type: ignore[method-assign]
-        g = engine.gradients(X, 0, EVEN)
+        for timeout in (1.0, 10.0, 60.0):  # where the machine is busy the others may be late too
+            engine = remote(me, sites, peers, timeout=timeout)
+            g = engine.gradients(X, 0, EVEN)
+            assert g.left_out["peer 2"] == "no answer"
+            if len(g.left_out) == 1:
+                break
         assert g.left_out == {"peer 2": "no answer"}
         goes_on.set()
-        end, step = time.monotonic() + 30, 1
-        while engine.gradients(X, step, EVEN).left_out and time.monotonic() < end:
-            step += 1
-        assert engine.gradients(X, step + 1, EVEN).left_out == {}
+        engine, steps = remote(me, sites, peers), itertools.count(1)
+        until(lambda: not engine.gradients(X, next(steps), EVEN).left_out, "it is asked again")
+        assert engine.gradients(X, next(steps), EVEN).left_out == {}
 
 
 @every_sites
@@ -456,4 +476,4 @@ def test_a_run_over_sites_resumes_to_the_same_bits(
 
 
 def _remote(model: nn.Module, loss: Any, me: coterie.User, peers: Any, **how: Any) -> Remote:
-    return Remote(model, loss, me, peers, **how)
+    return Remote(model, loss, me, peers, timeout=ENOUGH, **how)

@@ -18,7 +18,7 @@ from tests.support import intruders
 
 import coterie
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.messages import packed
+from coterie.engines.messages import to_bytes
 from coterie.engines.peer import Caps, Peer
 from coterie.engines.peer.ledger import Ledger
 from coterie.engines.remote.responder import Responder
@@ -116,7 +116,8 @@ def test_a_server_that_pretends_to_be_a_site_gets_nothing(
 ) -> None:
     """It sent calls in a site's name, without any key, and read the gradients: 4 of 4 were answered."""
     refused = {"refused": "it answers the sites that it names only, by calls that they have sealed"}
-    plain = packed({"method": "gradients", "arguments": {"request": REQUEST}}).numpy()
+    letter = to_bytes({"method": "gradients", "arguments": {"request": REQUEST}})
+    plain = np.frombuffer(letter, np.uint8)
     in_a_job(members)
     for call in (
         {"by": "b", "number": 1, "sealed": plain},
@@ -209,7 +210,6 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
 
     site = jobs.MemberSite()
     site.run = members["a"]
-    site.responder = site.run.responder
     site.run.state = lambda: {"step": 3}  # type: ignore[method-assign]
     site.run.check = site.run.train = lambda sites: {"came": True}  # type: ignore[method-assign]
 
@@ -217,25 +217,26 @@ def test_a_site_answers_sealed_calls_only_and_trains_for_the_server_only(
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
         monkeypatch.setattr(jobs, "collab", asked)
 
+    refused = {"refused": REFUSAL}
     for caller in ("server", "b", "c", "d", "B", "b.x", "", "a"):
         by(caller)
-        assert site.gradients(REQUEST) == site.call(REQUEST) == {"refused": REFUSAL}
-        assert site.ready() == {"willing": False}
+        assert site.answer("call", {"call": REQUEST}) == refused
+        for method in ("gradients", "offer", "join", "part", "answer", "_answer"):
+            assert site.answer(method, {"request": REQUEST}) == refused
     for caller in ("b", "c", "d"):
         by(caller)
-        assert (
-            site.check() == site.train() == site.state() == site.key("job") == site.meet({}) == {}
-        )
+        for method in ("ready", "check", "train", "state", "key", "meet"):
+            assert site.answer(method, {}) == refused
     by("server")
-    assert site.check() == site.train() == {"came": True}
-    assert site.state() == {"step": 3}
-    assert site.key("job")["site"] == "a"
+    assert site.answer("ready", {}) == {}
+    assert site.answer("check", {}) == site.answer("train", {}) == {"came": True}
+    assert site.answer("state", {}) == {"step": 3}
+    assert site.answer("key", {"job": "job"})["site"] == "a"
     in_a_job(members)
     carried = Relayed(members)
     replies = [asked(members, carried, caller) for caller in ("b", "c", "b", "c", "b")]
     assert ["gradients" in reply for reply in replies] == [True] * 4 + [False]
     assert replies[-1] == {"refused": "it has given all the gradients it gives, 4"}
-    assert not any(hasattr(site, name) for name in ("offer", "join", "part"))
 
 
 @needs_nvflare
@@ -249,8 +250,8 @@ def test_a_site_whose_data_cannot_be_read_says_so(
     monkeypatch.setattr(jobs, "collab", asked)
     site = jobs.MemberSite()
     site.start()
-    assert site.state() == {"failed": "data that cannot be read"}
-    assert site.train() == site.check() == {}
+    assert site.answer("state", {}) == {"failed": "data that cannot be read"}
+    assert site.answer("train", {}) == site.answer("check", {}) == {}
 
 
 @needs_nvflare
@@ -264,14 +265,14 @@ def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
 
     def group(**options: Any) -> Any:
         asked.update(options)
-        return SimpleNamespace(ready=lambda: answers)
+        return SimpleNamespace(asked=lambda letter: answers)
 
     def here() -> bool:
         if not server_answers:
             raise TimeoutError
         return True
 
-    class Queue(list[tuple[str, int]]):
+    class Queue(list[tuple[str, Any]]):
         limit = 2  # were asked
 
     fake = SimpleNamespace(
@@ -280,7 +281,7 @@ def test_a_site_finds_out_whether_another_is_late_or_the_server_gone(
         server=lambda timeout: SimpleNamespace(here=here),
         is_aborted=False,
     )
-    answers = Queue([("b", 1)])
+    answers = Queue([("b", to_bytes(1))])
     monkeypatch.setattr(jobs, "collab", fake)
     replies = jobs.CollabSites(relayed=True).ask(["b", "c", "not there"], "ready", 3.0)
     assert asked == {"blocking": False, "timeout": 3.0}

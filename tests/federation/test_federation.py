@@ -28,9 +28,9 @@ import coterie
 from coterie.cli import app
 from coterie.data import Preparation
 from coterie.engines.in_process.passes import Passes
-from coterie.engines.messages import Request
+from coterie.engines.messages import Request, from_bytes, to_bytes
 from coterie.engines.peer import Caps, Peer
-from coterie.engines.remote.responder import Responder
+from coterie.engines.remote.responder import METHODS, Responder
 from coterie.engines.remote.sites import LocalSites
 from coterie.errors import CoterieError, DataError, FileError, KnobError, PeerLost
 from coterie.federation.kits import accept, set_up
@@ -629,20 +629,16 @@ def test_a_site_answers_user_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for caller in ("neighbour", "Server", "server.x", ""):
         asked = SimpleNamespace(caller=caller, server=SimpleNamespace(name="server"))
         monkeypatch.setattr(jobs, "collab", asked)
-        assert site.gradients(request) == {"refused": "it answers user 0 only"}
-        assert (
-            site.part(request)
-            == site.join({})
-            == site.offer(4)
-            == {"refused": "it answers user 0 only"}
-        )
-        assert site.ready() == {"willing": False}
+        for method in METHODS:
+            refused = site.answer(method, {"request": request})
+            assert refused == {"refused": "it answers user 0 only"}
     monkeypatch.setattr(
         jobs, "collab", SimpleNamespace(caller="server", server=SimpleNamespace(name="server"))
     )
     told = {"willing": True, "left": 1, "size": 2, "examples": 1, "no_e_steps": ""}
-    assert site.ready() == told
-    assert "gradients" in site.gradients(request)
+    assert site.answer("ready", {}) == told
+    letter = to_bytes({"method": "gradients", "arguments": {"request": request}})
+    assert "gradients" in from_bytes(site.asked(letter))
 
 
 @needs_nvflare

@@ -25,6 +25,7 @@ import torch
 from tests.support import processes
 from tests.support.flower import DirectGrid
 from tests.support.over_nvflare import OverNvflare
+from tests.support.waiting import ENOUGH
 from torch import nn
 
 import coterie
@@ -186,7 +187,7 @@ def _over(make: MakeSites) -> Iterator[MakeEngine]:
         ) -> coterie.Engine:
             held = {peer.name: Peer(peer, Passes(_elsewhere(model), loss)) for peer in peers}
             sites = life.enter_context(make(held, None))
-            how = {"timeout": 60.0} | how
+            how = {"timeout": ENOUGH} | how
             return Remote(model, loss, me, sites=sites, names=list(held), **how)
 
         yield made

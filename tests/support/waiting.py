@@ -9,8 +9,11 @@ from typing import Any
 
 import coterie
 
+ENOUGH = 600.0
+"""Seconds within which a machine with much else to do has done anything a test asks of it."""
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+
+def until(condition: Callable[[], bool], what: str, seconds: float = ENOUGH) -> None:
     """Wait until something holds; that it does not in time is an error."""
     limit = time.monotonic() + seconds
     while not condition():

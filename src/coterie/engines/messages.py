@@ -382,6 +382,21 @@ def unpacked(letter: Tensor) -> Any:
         raise ValueError(f"not a letter: {type(error).__name__}") from error
 
 
+def to_bytes(content: Any) -> bytes:
+    """Return a letter as bytes, as most transports carry it.
+
+    Example:
+        >>> from_bytes(to_bytes({"step": 3}))
+        {'step': 3}
+    """
+    return packed(content).numpy().tobytes()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return what is in a letter that came as bytes; `ValueError` where it is none."""
+    return unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
 def _length(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
     """Return how many bytes arrays take, filled up so that the next begins where it can be read."""
     return sum(array.nbytes + -array.nbytes % _ALIGNED for array in arrays)

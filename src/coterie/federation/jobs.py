@@ -24,6 +24,7 @@ from nvflare.collab.runtime.executor import CollabExecutor
 from nvflare.collab.runtime.lifecycle import run_server
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 
+from coterie.engines.messages import from_bytes, to_bytes
 from coterie.engines.remote.responder import Responder
 from coterie.errors import PeerLost
 from coterie.federation.lead import lead
@@ -82,8 +83,9 @@ class CollabSites:
         if not asked:
             return CollabReplies(None, self.parent)
         group = collab.get_clients(asked)(blocking=False, timeout=timeout)
+        letter = to_bytes({"method": method, "arguments": arguments})
         patience = timeout if self.relayed else None
-        return CollabReplies(getattr(group, method)(**arguments), self.parent, patience)
+        return CollabReplies(group.asked(letter), self.parent, patience)
 
     def wait_until_there(self, seconds: float = SECONDS_TO_BEGIN) -> None:
         """Wait for those sites that were connected when the job began, which read their data first."""
@@ -110,7 +112,7 @@ class CollabReplies:
 
     def wait(self) -> Mapping[str, Any]:
         """Wait until it is done, and return the answers by site."""
-        answers = {} if self.queue is None else dict(self.queue)
+        answers = {} if self.queue is None else {name: opened(reply) for name, reply in self.queue}
         if collab.is_aborted:  # calls fail at once from now on
             raise PeerLost("NVFLARE has ended the job")
         if os.getppid() != self.parent:
@@ -126,49 +128,38 @@ class CollabReplies:
             raise PeerLost(f"the server does not answer: {type(error).__name__}") from error
 
 
-class Answering:
-    """Answer who may ask, one request at a time."""
+def opened(letter: Any) -> Any:
+    """Return what is in a letter; None where it is none, as a wrong sender may make it."""
+    try:
+        return from_bytes(letter)
+    except (TypeError, ValueError):
+        return None
 
-    refusal = "it answers user 0 only"
+
+class Answering:
+    """Answer what comes as a letter.
+
+    NVFLARE's own way to carry arrays parses a text for each; CPython's parser fails when another
+    thread comes into it (SystemError, "AST constructor recursion depth mismatch").
+    """
+
+    @publish
+    def asked(self, letter: Any) -> bytes:
+        """Answer a question, a letter, by one."""
+        question = from_bytes(letter)
+        return to_bytes(self.answer(str(question["method"]), dict(question["arguments"])))
+
+    def answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Answer who may ask."""
+        raise NotImplementedError
+
+
+class Site(Answering):
+    """Answer user 0, with gradients or with masked sums, one request at a time."""
 
     def __init__(self) -> None:
         self.responder: Responder | None = None
         self.lock = threading.Lock()
-
-    def answers(self) -> bool:
-        """Say whether user 0 asks.
-
-        It is at the server; NVFLARE knows the caller by its certificate.
-        """
-        return by_server()
-
-    @publish
-    def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
-        """Say whether there is a gradient to give, and what is given at most."""
-        if not self.answers() or self.responder is None:
-            return {"willing": False}
-        return self.responder.ready(batch_size, gradients)
-
-    @publish
-    def gradients(self, request: Any) -> dict[str, Any]:
-        """Return the gradients asked for, or why there are none."""
-        return self._answer("gradients", request=request)
-
-    def _answer(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Answer who may ask; see `Responder`."""
-        if not self.answers():  # somebody else would learn about these rows, and use up the caps
-            logger.warning("refused %.100r: %s", str(collab.caller), self.refusal)
-            return {"refused": self.refusal}
-        if self.responder is None:
-            return {"refused": "its data or model cannot be read"}
-        arguments |= {} if method == "offer" else {"caller": str(collab.caller)}
-        with self.lock:  # a request that came late may still be in work
-            answer: dict[str, Any] = getattr(self.responder, method)(**arguments)
-        return answer
-
-
-class Site(Answering):
-    """Answer user 0, with gradients or with masked sums."""
 
     @init
     def start(self) -> None:
@@ -181,20 +172,17 @@ class Site(Answering):
         except Exception:  # a loader of the site's own may raise anything
             logger.exception("this site gives no gradients, since its data or model cannot be read")
 
-    @publish
-    def offer(self, batch_size: Any) -> dict[str, Any]:
-        """Return a key for masked sums, and the noise that they need."""
-        return self._answer("offer", batch_size=batch_size)
-
-    @publish
-    def join(self, agreement: Any) -> dict[str, Any]:
-        """Take part in masked sums, or say why not."""
-        return self._answer("join", agreement=agreement)
-
-    @publish
-    def part(self, request: Any) -> dict[str, Any]:
-        """Return the masked part of a sum, or why there is none."""
-        return self._answer("part", request=request)
+    def answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Answer user 0, who is at the server; NVFLARE knows the caller by its certificate."""
+        if not by_server():  # somebody else would learn about these rows, and use up the caps
+            logger.warning("refused %.100r: it answers user 0 only", str(collab.caller))
+            return {"refused": "it answers user 0 only"}
+        if self.responder is None:
+            return {"refused": "its data or model cannot be read"}
+        if method == "ready":  # also while a request is in work
+            return self.responder.answer(method, arguments)
+        with self.lock:  # a request that came late may still be in work
+            return self.responder.answer(method, arguments, str(collab.caller))
 
 
 def folder_here() -> Path:
@@ -224,12 +212,12 @@ class Relay:
 
 
 class MemberSite(Answering):
-    """Train when the server says so, and answer the sites that this one names, one request at a time."""
+    """Train when the server says so, and answer the sites that this one names, by sealed calls.
 
-    refusal = REFUSAL
+    NVFLARE's server can say of any other call that a site made it.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.run: MemberRun | None = None
 
     @init
@@ -241,52 +229,27 @@ class MemberSite(Answering):
         try:
             import_from_environment()  # what this site named when it was started
             self.run = MemberRun(folder_here())
-            self.responder = self.run.responder
         except Exception:  # a loader of the site's own may raise anything
             logger.exception("this site takes no part, since its data or model cannot be read")
 
-    def answers(self) -> bool:
-        """Answer nobody by calls that are not sealed.
+    def answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Answer a site by `call`, and the server, which knows nothing but how far the run is.
 
-        NVFLARE's server can say of any that a site made it.
+        `key` and `meet` exchange the sites' keys; `check` says why others would not answer to the
+        end what this site plans; `train` returns when the run has ended, and `state` says how far
+        it is.
         """
-        return False
-
-    @publish
-    def call(self, call: Any) -> dict[str, Any]:
-        """Answer a sealed call of a site that this one names."""
-        return {"refused": self.refusal} if self.run is None else self.run.answer(call)
-
-    @publish
-    def key(self, job: Any) -> dict[str, Any]:
-        """Return this site's key for the calls of a job."""
-        return self.run.key(job) if by_server() and self.run is not None else {}
-
-    @publish
-    def meet(self, offers: Any) -> dict[str, Any]:
-        """Take over the other sites' keys."""
-        return self.run.meet(offers) if by_server() and self.run is not None else {}
-
-    @publish
-    def check(self) -> dict[str, Any]:
-        """Say why others would not answer to the end what this site plans."""
-        if by_server() and self.run is not None:
-            return self.run.check(CollabSites(relayed=True))
-        return {}
-
-    @publish
-    def train(self) -> dict[str, Any]:
-        """Train; it returns when the run has ended."""
-        if by_server() and self.run is not None:
-            return self.run.train(CollabSites(relayed=True))
-        return {}
-
-    @publish
-    def state(self) -> dict[str, Any]:
-        """Say how far the run is."""
-        if not by_server():
-            return {}
-        return {"failed": "data that cannot be read"} if self.run is None else self.run.state()
+        run = self.run
+        if run is not None and method == "call":
+            return run.answer(arguments.get("call"))
+        if not by_server() or method not in {"ready", "key", "meet", "check", "train", "state"}:
+            return {"refused": REFUSAL}
+        if run is None or method == "ready":
+            return {"failed": "data that cannot be read"} if method == "state" else {}
+        if method in {"check", "train"}:
+            arguments = {"sites": CollabSites(relayed=True)}
+        answer: dict[str, Any] = getattr(run, method)(**arguments)
+        return answer
 
 
 def _interface_of_other(app: ClientApp | ServerApp) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.engines.messages import packed, unpacked
+from coterie.engines.messages import from_bytes, to_bytes
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import Replies, Sites
 from coterie.errors import CoterieError, MaskError, PeerLost
@@ -157,7 +157,7 @@ class SealedSites:
         self, names: Sequence[str], method: str, timeout: float, **arguments: Any
     ) -> "SealedReplies":
         """Ask sites; see `Sites.ask`."""
-        content, sent = _as_bytes({"method": method, "arguments": arguments}), {}
+        content, sent = to_bytes({"method": method, "arguments": arguments}), {}
         for name in filter(self._calls.knows, names):
             number, sealed = self._calls.call(name, content)
             call = {"by": self._calls.site, "number": number, "sealed": _as_array(sealed)}
@@ -184,7 +184,7 @@ class SealedReplies:
             if reply is None:
                 continue
             try:
-                found[name] = _content(self.calls.reply(name, number, _sealed_in(reply)))
+                found[name] = from_bytes(self.calls.reply(name, number, _sealed_in(reply)))
             except (MaskError, ValueError) as error:
                 logger.warning("%s: what came as its reply is left out: %s", name, error)
         return found
@@ -203,11 +203,11 @@ def answered(
         raise MaskError("a call must be sealed by the site that calls")
     content = calls.take(by, number, _sealed_in(call))
     try:
-        asked = _content(content)
+        asked = from_bytes(content)
         method, arguments = str(asked["method"]), dict(asked["arguments"])
     except (ValueError, TypeError, LookupError) as error:
         raise MaskError(f"a call by {by!r} names no method and arguments") from error
-    return {"sealed": _as_array(calls.answer(by, number, _as_bytes(answer(by, method, arguments))))}
+    return {"sealed": _as_array(calls.answer(by, number, to_bytes(answer(by, method, arguments))))}
 
 
 class KnownKeys:
@@ -236,14 +236,6 @@ class KnownKeys:
         if not self.compared and not found.keys() <= known.keys():
             files.write_json(self.path, {**found, **known})
             self.path.chmod(0o600)
-
-
-def _as_bytes(content: Any) -> bytes:
-    return packed(content).numpy().tobytes()
-
-
-def _content(data: bytes) -> Any:
-    return unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _as_array(data: bytes) -> np.ndarray[Any, Any]:
