@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 import coterie
+from coterie.engines.messages import from_bytes
 from coterie.errors import PeerLost
-from coterie.federation import kits, member
+from coterie.federation import kits
 from coterie.federation.manifest import CERTIFICATES
 from coterie.federation.member import MemberRun
 from coterie.federation.participants import LOG, lead_participant
@@ -170,7 +171,7 @@ class Job:
         content = calls._opened(
             caller, (caller, name, "call"), call["number"], call["sealed"].tobytes()
         )
-        request = member._content(content)["arguments"].get("request")
+        request = from_bytes(content)["arguments"].get("request")
         return int(request["step"]) if request else 0
 
     def _call(self, caller: str, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
