@@ -79,19 +79,17 @@ def whole(least: int, most: int | None = None) -> Check:
     """
     words = f"at least {least}" if most is None else f"from {least} to {most}"
     last = math.inf if most is None else most
-    read = _where(lambda number: least <= number <= last, operator.index, bool)
+    read = where(lambda number: least <= number <= last, operator.index, bool)
     return Check(f"be a whole number, {words}", read)
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Check:
     """Return the check of a finite number in a range."""
-    finite = _where(
-        lambda number: math.isfinite(number) and fits(number), float, bool | str | bytes
-    )
+    finite = where(lambda number: math.isfinite(number) and fits(number), float, bool | str | bytes)
     return Check(words, finite)
 
 
-def _where(
+def where(
     fits: Callable[[Any], bool], meant: Callable[[Any], Any] | None = None, refused: Any = ()
 ) -> Callable[[Any], Any]:
     """Return what takes a value as it is `meant`, and refuses what does not fit, or is of some types."""
@@ -113,7 +111,7 @@ def one_of(*values: Any) -> Check:
     texts = {value for value in values if isinstance(value, str)}
     return Check(
         f"be {', '.join(names[:-1])} or {names[-1]}",
-        _where(
+        where(
             lambda value: (
                 value in texts if isinstance(value, str) else any(value is each for each in values)
             )
@@ -128,7 +126,7 @@ def instance(
     error: type[CoterieError] = KnobError,
 ) -> Check:
     """Return the check of an object of some class."""
-    return Check(f"be {words}", _where(lambda value: isinstance(value, kinds)), error, remedies)
+    return Check(f"be {words}", where(lambda value: isinstance(value, kinds)), error, remedies)
 
 
 def function(
@@ -136,7 +134,7 @@ def function(
 ) -> Check:
     """Return the check of what is called; a class whose mistake has a remedy is refused."""
     refused = tuple(kind for kind in remedies or {} if isinstance(kind, type))
-    fits = _where(lambda value: callable(value) and not isinstance(value, refused))
+    fits = where(lambda value: callable(value) and not isinstance(value, refused))
     return Check(f"be {words}", fits, error, remedies)
 
 

@@ -65,7 +65,7 @@ def test_a_row_steps_as_a_model_by_itself_does_also_when_forked_and_saved(
     expected = []
     for row in range(3):
         model, optimizer = copy.deepcopy((spec.model, spec.made_optimizer))
-        parameters, schedule = Parameters(model), spec.schedule(optimizer)
+        parameters, schedule = Parameters(model), spec.made_scheduler(optimizer)
         x = parameters.share()
         x.copy_(starts[row])
         for slope in slopes:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 import torch
 from torch import nn
 from torch.optim import LBFGS, Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from coterie.arguments import (
     ANYTHING,
@@ -29,6 +29,7 @@ from coterie.arguments import (
     optional,
     real,
     shown,
+    where,
 )
 from coterie.engines.engine import Engine, MakeEngine
 from coterie.engines.in_process.engine import InProcess
@@ -60,13 +61,6 @@ def _folder(value: Any) -> Path:
     if not str(value) or "\0" in str(value) or (folder.exists() and not folder.is_dir()):
         raise ValueError
     return folder
-
-
-def _engine(value: Any) -> Any:
-    """Return an engine, or what makes one."""
-    if not callable(value) and not hasattr(value, "gradients"):
-        raise TypeError
-    return value
 
 
 MODEL = instance(
@@ -104,7 +98,7 @@ _HOOKS = listed(
 _TRACKERS = listed(instance(str, ""), "a list of names", {str: 'write `trackers=["tensorboard"]`'})
 _ENGINE = Check(
     "be an engine, or a function that makes one",
-    _engine,
+    where(lambda value: callable(value) or hasattr(value, "gradients")),
     remedies={type(None): "leave it out for this process"},
 )
 _FORWARD = instance(ForwardOptions, "a `coterie.ForwardOptions`", {type(None): "leave it out"})
@@ -292,7 +286,15 @@ class RunSpec(RunSettings):
             trainable = list(Parameters(model).named.values())
             lr = LR if self.lr is None and self.optimizer is None else self.lr
             make = cast("Callable[..., Optimizer]", self.optimizer or Adam)
-            optimizer = _made(make, trainable, {} if lr is None else {"lr": lr})
+            asked = {} if lr is None else {"lr": lr}
+            with attributing_errors_to(
+                "`optimizer`, called with the parameters" + (" and `lr`," if asked else ",")
+            ):
+                optimizer = make(trainable, **asked)
+            if not isinstance(optimizer, Optimizer):
+                raise KnobError(
+                    f"`optimizer` must make an optimizer of `torch.optim`, got {shown(optimizer)}"
+                )
         ours = {id(p) for p in model.parameters()}
         if any(id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
             raise ModelError(
@@ -331,14 +333,6 @@ class RunSpec(RunSettings):
             self.model, self.loss, *users, batch_size=self.batch_size, seed=self.seed, **options
         )
 
-    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return the scheduler of an optimizer.
-
-        None if it follows the validation loss, which is not known here.
-        """
-        made = self.made_scheduler(optimizer)
-        return None if isinstance(made, ReduceLROnPlateau) else made
-
     def made_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the scheduler of an optimizer, made."""
         if self.scheduler is None:
@@ -351,21 +345,6 @@ class RunSpec(RunSettings):
                 f" {shown(made)}; write `scheduler=lambda optimizer: StepLR(optimizer, 10)`"
             )
         return made
-
-
-def _made(
-    make: Callable[..., Optimizer], parameters: list[nn.Parameter], settings: Mapping[str, Any]
-) -> Optimizer:
-    """Return the optimizer that a class or a function makes."""
-    with attributing_errors_to(
-        "`optimizer`, called with the parameters" + (" and `lr`," if settings else ",")
-    ):
-        optimizer = make(parameters, **settings)
-    if not isinstance(optimizer, Optimizer):
-        raise KnobError(
-            f"`optimizer` must make an optimizer of `torch.optim`, got {shown(optimizer)}"
-        )
-    return optimizer
 
 
 def _like(optimizer: Optimizer) -> Optimizer:

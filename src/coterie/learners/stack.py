@@ -64,7 +64,9 @@ class Stack:
                     )
                 rows = first
             optimizer = _optimizer_over(spec, x[rows], self.direction[rows])
-            self._steps.append((optimizer, spec.schedule(optimizer)))
+            made = spec.made_scheduler(optimizer)
+            # one that follows the validation loss, which is not known here, steps elsewhere
+            self._steps.append((optimizer, None if isinstance(made, ReduceLROnPlateau) else made))
             first += count
 
     @classmethod

@@ -110,22 +110,20 @@ class _OnStep(Hook):
 
 
 class ProgressHook(Hook):
-    """Show every step in a progress bar, which the stack closes.
-
-    None: when standard error is a terminal.
-    """
+    """Show every step in a progress bar, which the stack closes."""
 
     every_step = False
 
-    def __init__(self, wanted: bool | None, stack: ExitStack) -> None:
-        self._wanted, self._stack = wanted, stack
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
 
     def on_start(self, start: Start) -> None:
         """Say what a rule will cost that asks much, and open the bar."""
-        wanted = sys.stderr.isatty() if self._wanted is None else self._wanted
-        if wanted and (cost := algorithm_of(start.rule).cost_in_words()):
+        if cost := algorithm_of(start.rule).cost_in_words():
             print(cost, file=sys.stderr)
-        bar = progress_bar(wanted, type(start.rule).__name__, start.spec.steps)
+        bar = progress_bar(
+            wanted=True, description=type(start.rule).__name__, steps=start.spec.steps
+        )
         self._show = self._stack.enter_context(bar)
 
     def on_step(self, step: Step) -> None:

@@ -4,6 +4,7 @@ Set up, choose, take the steps, finish. In a set-up what was asked for is refuse
 then engine, learner and guard are made.
 """
 
+import sys
 import time
 import warnings
 from contextlib import ExitStack
@@ -127,7 +128,8 @@ def set_up(
     learner = algorithm.learner(spec, engine, costs)
     steps, capture = captured_steps(spec.capture, learner, watch)
     configuration = replace(configuration, capture=capture)
-    hooks = [*trackers, ProgressHook(spec.progress, stack), *spec.hooks]
+    shown = sys.stderr.isatty() if spec.progress is None else spec.progress
+    hooks = [*trackers, *([ProgressHook(stack)] if shown else []), *spec.hooks]
     watched: dict[str, Any] = {"guard": watch, "captured": steps, "asked": asked}
     return OngoingRun(spec, learner, configuration, hooks, claim=claim, **watched)
 

@@ -198,18 +198,18 @@ class InMemory:
         if isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor):
             indices = indices.to(self.inputs.device)
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
-        return self._mapped(lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
+        taken: tuple[Tree, Tree] = mapped(
+            lambda leaf: leaf.index_select(0, indices.to(leaf.device)), (self.inputs, self.targets)
+        )
+        return taken
 
     def to(self, device: torch.device) -> Self:
         """Return the same examples on another device."""
-        return type(self)(*self._mapped(lambda leaf: leaf.to(device)))
+        return type(self)(*mapped(lambda leaf: leaf.to(device), (self.inputs, self.targets)))
 
     def cut(self, rows: slice) -> Self:
         """Return some examples on the same memory."""
-        return type(self)(*self._mapped(lambda leaf: leaf[rows]))
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> tuple[Tree, Tree]:
-        return mapped(function, self.inputs), mapped(function, self.targets)
+        return type(self)(*mapped(lambda leaf: leaf[rows], (self.inputs, self.targets)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,16 +153,10 @@ def seeded(seed: int, name: str, step: int, device: torch.device | None = None) 
 
     Inside, other threads wait that want the same, so that none draws another's numbers.
     """
-    with one_thread(), _seeded(seed, name, step, device):
-        yield
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, name: str, step: int, device: torch.device | None) -> Iterator[None]:
     key = random_key(seed, f"{name}/{step}")
     on_gpu = device is not None and device.type == "cuda"
-    before, numpy_before = random.getstate(), np.random.get_state()  # transforms use it
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+    with one_thread(), torch.random.fork_rng(devices=[device] if on_gpu else []):
+        before, numpy_before = random.getstate(), np.random.get_state()  # transforms use it
         torch.default_generator.manual_seed(key)
         random.seed(key)
         np.random.seed(key % 2**32)

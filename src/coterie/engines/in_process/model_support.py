@@ -175,8 +175,12 @@ def _check_fit(
             f"the model does not take user 0's inputs of shape {described(inputs)}: {error}; change"
             " the inputs or the model"
         ) from error
-    given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    about = f"the model's output ({given}) does not fit the loss with targets {described(targets)}"
+
+    def misfit(why: str) -> ModelError:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        about = f"the model's output ({got}) does not fit the loss with targets"
+        return ModelError(f"{about} {described(targets)}: {why}")
+
     try:
         # torch only warns where mse_loss would broadcast wrongly
         with torch.no_grad(), warnings_as_errors():
@@ -185,25 +189,22 @@ def _check_fit(
         part = ", such as `lambda output, y: loss(output.logits, y)`"
         if isinstance(output, Tensor):
             part = ""
-        raise ModelError(
-            f"{about}: {error}; change the last layer, the targets or the loss{part}"
-        ) from error
+        raise misfit(f"{error}; change the last layer, the targets or the loss{part}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         got = (
             f"{tuple(loss.shape)} numbers"
             if isinstance(loss, Tensor) and loss.numel() > 1
             else repr(loss)
         )
-        raise ModelError(
-            f"{about}: the loss must return one number, the mean over the batch, got {got}; declare"
-            " a loss per example by `coterie.per_example`"
+        raise misfit(
+            f"the loss must return one number, the mean over the batch, got {got}; declare a loss"
+            " per example by `coterie.per_example`"
         )
     if isinstance(passes.loss, PerExample) and len(passes.loss.parts(output, targets)[0]) != n_rows(
         inputs
     ):
-        raise ModelError(
-            f"{about}: a loss per example must return one number for each of {n_rows(inputs)}"
-            " examples"
+        raise misfit(
+            f"a loss per example must return one number for each of {n_rows(inputs)} examples"
         )
     try:
         passes.single(x, inputs, targets, passes.buffers())

@@ -4,6 +4,7 @@ It asks sites, whatever carries the messages, and reads their answers.
 """
 
 import collections
+import functools
 import logging
 import math
 import time
@@ -159,11 +160,11 @@ class Remote:
         self._gives_sums = self._sums is not None  # of which no parts are seen
         self._ask_sizes()
 
-    @property
+    @functools.cached_property
     def capabilities(self) -> Capabilities:
         """What this engine can do.
 
-        Numbers of examples, and noise, as far as sites have told them.
+        Numbers of examples, and noise, as far as sites have told them, grow with what they tell.
         """
         told = self._examples
         if self._sums is not None:
