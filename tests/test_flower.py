@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,21 +132,25 @@ def _asked(app: ClientApp, method: str, content: RecordDict) -> list[Any]:
     return [from_record(reply.result().content) for reply in grid.replies.values()]
 
 
-def test_a_thousand_exchanges_of_a_deployment_are_refused_with_advice() -> None:
+def test_a_thousand_exchanges_of_a_deployment_are_refused_with_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which starts a process for every message: the first question shows how long that takes."""
+    now = [0.0]
+    monkeypatch.setattr("coterie.flower.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(message: Message, context: Context) -> Message:
-        time.sleep(0.02)
+        now[0] += 20
         return app_of(user("a"))(message, context)
 
     def run(**how: Any) -> coterie.Run:
-        engine = FlowerGrid(DirectGrid([slow]), longest=4.0)
+        engine = FlowerGrid(DirectGrid([slow]))
         rule = coterie.WeightedAveraging(alpha=0.5)
         return coterie.train(
             model(), LOSS, user("me"), [], rule, engine=engine, lr=0.1, guard="off", **how
         )
 
-    with pytest.raises(KnobError, match=r"1000 exchanges of 0 s .* `local_steps=20`"):
+    with pytest.raises(KnobError, match=r"1000 exchanges of 20 s .* `local_steps=20`"):
         run(steps=1000)
     assert run(steps=1000, exchange_every=250).step == 1000
     assert run(steps=5, local_steps=20).step == 5

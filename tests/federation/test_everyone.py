@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.members import NAMES, Job, change, copied, everyone_in_process, set_up
+from tests.support.waiting import ENOUGH
 from typer.testing import CliRunner
 
 import coterie
@@ -23,7 +24,7 @@ from coterie.federation.member import MemberRun
 from coterie.federation.relay import MEMBERS, MemberProgress, relay, unfinished
 from coterie.federation.settings import Training, site_settings
 
-QUICK: dict[str, Any] = {"patience": 20.0, "pause": 0.05}
+QUICK: dict[str, Any] = {"patience": ENOUGH, "pause": 0.05}
 STEPS = 12
 
 
@@ -31,7 +32,7 @@ STEPS = 12
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A consortium whose sites give gradients of all their training rows, so that it does not matter who draws."""
     place = tmp_path_factory.mktemp("everyone") / "trial"
-    set_up(place, Training(steps=STEPS, batch_size=60, timeout=20.0))
+    set_up(place, Training(steps=STEPS, batch_size=60, timeout=ENOUGH))
     change(place, NAMES, norm="inf", examples="1")
     return place
 
@@ -114,7 +115,7 @@ def test_a_site_that_is_lost_is_left_out_and_ends_in_another_job(
     relay(
         place,
         Job(place, both, silent=lambda name, step: name == "bern" and step in (3, 5)),
-        patience=0.5,
+        patience=10.0,
         pause=0.05,
     )
     assert unfinished(place / RUN) == ["chur"]
@@ -242,7 +243,7 @@ def test_a_site_says_whom_it_answers_and_what_it_gives_at_most(folder: Path) -> 
     settings = site_settings(folder / "sites" / "chur")
     assert settings.sites == ("basel", "bern")
     assert settings.caps.gradients == 2 * 10_000
-    assert settings.training == Training(steps=STEPS, batch_size=60, timeout=20.0)
+    assert settings.training == Training(steps=STEPS, batch_size=60, timeout=ENOUGH)
     answer = CliRunner().invoke(app, ["federate", "check", str(folder / "sites" / "chur")])
     assert answer.exit_code == 0, answer.output
     for line in (

@@ -21,6 +21,7 @@ from tests.support.members import (
     with_known_draws,
     without_certificates,
 )
+from tests.support.waiting import ENOUGH
 from typer.testing import CliRunner
 
 import coterie
@@ -302,7 +303,7 @@ def test_everyone_measures_where_everyone_trains(tmp_path: Path) -> None:
         tmp_path / "trial",
         Training(rule="bc", alpha="auto", beta="auto", steps=STEPS, batch_size=16),
     )
-    relay(tmp_path / "trial", Job(tmp_path / "trial"), patience=20.0, pause=0.05)
+    relay(tmp_path / "trial", Job(tmp_path / "trial"), patience=ENOUGH, pause=0.05)
     assert Kit.load(tmp_path / "trial" / "sites" / "bern").gradients == 2 * (2 * 8 + STEPS), (
         "for each of two"
     )
@@ -446,7 +447,7 @@ def test_everyone_may_train_by_a_method(tmp_path: Path) -> None:
         tmp_path / "trial",
         Training(rule="fedavg", knobs={"local_steps": 3}, steps=STEPS, batch_size=16),
     )
-    relay(tmp_path / "trial", Job(tmp_path / "trial"), patience=20.0, pause=0.05)
+    relay(tmp_path / "trial", Job(tmp_path / "trial"), patience=ENOUGH, pause=0.05)
     assert {given(tmp_path / "trial", name) for name in NAMES} == {2 * 3 * STEPS}
     assert Kit.load(tmp_path / "trial" / "sites" / "bern").gradients == 2 * 3 * STEPS
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests.support.waiting import ENOUGH
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there
 
@@ -25,7 +26,7 @@ from coterie.engines.processes.engine import TorchDistributed, serve
 from coterie.engines.processes.processes import Processes, RemoteProcess
 from coterie.errors import PeerLost
 
-PATIENCE = 30.0
+PATIENCE = ENOUGH
 """Seconds after which what should have happened has not."""
 
 

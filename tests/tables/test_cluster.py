@@ -66,7 +66,7 @@ def together(commands: Sequence[Sequence[str]], tmp_path: Path) -> tuple[list[in
     works = [
         functools.partial(invoke, command, log) for command, log in zip(commands, logs, strict=True)
     ]
-    return processes.Started(works).end(60), [log.read_text(encoding="utf-8") for log in logs]
+    return processes.Started(works).end(), [log.read_text(encoding="utf-8") for log in logs]
 
 
 def same_model(a: Path, b: Path) -> None:
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_said_in_every_process(visits: pd.DataFrame, tmp_pa
         "--out",
         str(tmp_path),
     ]
-    statuses, logs = together([[*table, "--timeout", "5"]] * 2, tmp_path)
+    statuses, logs = together([table] * 2, tmp_path)
     assert statuses == [1, 1]
     assert all(
         "2 peers of 'Geneva'" in log and "there are 1 processes for them" in log for log in logs
@@ -233,8 +233,6 @@ def test_code_that_user_0_names_must_be_allowed(visits: pd.DataFrame, tmp_path: 
         *COMMON,
         "--out",
         str(tmp_path / "run"),
-        "--timeout",
-        "3",
     ]
     lead += ["--model", "coterie.tables.models:mlp", "--leave-out", "Bern"]
     follow = ["worker", *data, "--user-column", "hospital", "--name", "Basel"]

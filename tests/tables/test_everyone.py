@@ -131,7 +131,7 @@ def test_processes_of_their_own_train_the_same_models(
             if thread.name == LAST_THREAD:  # as the interpreter would at its end
                 thread.join()
 
-    assert processes.Started([work] * 4).end(60) == [0] * 4
+    assert processes.Started([work] * 4).end() == [0] * 4
     for place in files.read_json(out / FILE, "")["folders"].values():
         ours, theirs = (
             torch.load(folder / place / "model.pt", weights_only=True)

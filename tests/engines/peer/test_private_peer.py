@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import killed_ledgers
-from tests.support.processes import Alone, ended, forked, torch_distributed
+from tests.support.processes import PATIENCE, Alone, ended, forked, torch_distributed
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -717,7 +717,9 @@ def test_neither_an_error_nor_how_many_examples_there_are_leaves_a_private_worke
 
 def test_it_answers_over_torch_distributed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    serving = functools.partial(serve, privacy=Privacy(9.0, DELTA, 1.0, 8.0), log=log, timeout=30.0)
+    serving = functools.partial(
+        serve, privacy=Privacy(9.0, DELTA, 1.0, 8.0), log=log, timeout=PATIENCE
+    )
     me = coterie.User("me", torch.randn(N, WIDTH), torch.randn(N, 1))
     with torch_distributed([serving]) as make:
         engine = make(nn.Linear(WIDTH, 1), LOSS, me, [user()], batch_size=N, seed=0)

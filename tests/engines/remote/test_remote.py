@@ -175,16 +175,18 @@ def test_a_site_that_is_lost_costs_one_timeout_in_all(
             return super().ask(names, method, timeout, **arguments)
 
     sites = Timed(users[1:])
-    made = engine(users, sites, misses=3, timeout=9.0)
+    made = engine(users, sites, misses=3, timeout=9000.0)
     given.clear()
     x = torch.zeros(12, dtype=torch.float64)
     for step in range(5):
         sites.silent = {"peer 2"} if step >= 2 else set()
         made.gradients(x, step, TAU)
-    assert given == [9.0, 3.0, 3.0, 3.0, 3.0]
-    made._liveness.took = dict.fromkeys(made._liveness.took, 2.0)  # as of a site with a large table
+    assert given == [9000.0, 3000.0, 3000.0, 3000.0, 3000.0]
+    made._liveness.took = dict.fromkeys(
+        made._liveness.took, 2000.0
+    )  # as of a site with a large table
     made.gradients(x, 5, TAU)
-    assert given[-1] == 8.0
+    assert given[-1] == 8000.0
 
 
 def test_a_silent_site_is_dropped_and_taken_back(
