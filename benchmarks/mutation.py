@@ -51,7 +51,10 @@ TESTS = {
     "engines/peer/ledger.py": "tests/engines/peer/test_spending.py tests/engines/peer/test_ledger.py",
     "engines/engine.py": "tests/engines/test_engine.py tests/engines/test_asking.py",
     "recording/checkpoint.py": "tests/recording/test_run_folder.py tests/recording/test_checkpoint.py",
-    "training/loop.py": "tests/training/test_loop.py tests/training/test_resuming.py",
+    "training/loop.py": (
+        "tests/training/test_train.py tests/training/many/test_loop.py tests/training/test_own_code.py"
+        " tests/training/test_hooks.py tests/everyone/test_together.py"
+    ),
 }
 """The modules, and what tests each."""
 HEAVY = ("torch", "scipy.optimize", "scipy.stats", "pandas", "sklearn.linear_model")

@@ -1,9 +1,12 @@
 """Modes and variances against scikit-learn, and against each other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
 
+from coterie.mixture import posterior as module
 from coterie.mixture.families import FAMILIES, LOGISTIC, POISSON, SOFTMAX, SQUARED, Family
 from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of, posterior
 
@@ -160,3 +163,102 @@ def test_rows_that_are_taken_in_turn_give_the_same_mode(
     monkeypatch.setattr("coterie.mixture.posterior.MANY_ROWS", 100)  # then it ends sooner
     near = most_probable(rows, SOFTMAX, priors, seen, tolerance=1e-8)
     assert 0 < np.abs(near - at_once).max() < 0.02  # of a posterior whose numbers are .17 wide
+
+
+def test_rows_in_turn_are_all_rows_and_no_more_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(np.arange(100.0).reshape(50, 2), np.zeros((50, 1)))
+    assert module._in_turn(rows, 4) == [slice(None)], "they fit"
+    monkeypatch.setattr(module, "AT_ONCE", 80)
+    turns = module._in_turn(rows, 4)
+    assert [len(rows.inputs[turn]) for turn in turns] == [5] * 10  # a quarter of 80 / 4
+    np.testing.assert_array_equal(np.concatenate([rows.inputs[t] for t in turns]), rows.inputs)
+    assert module._in_turn(rows, 1000) == [slice(k, k + 1) for k in range(50)], "one at least"
+    stack = Rows(rows.inputs[None], rows.targets[None])
+    assert module._in_turn(stack, 4) == [slice(None)], "a stack goes at once"
+
+
+@pytest.mark.parametrize("columns", [4, 60])
+def test_the_search_starts_with_the_inverse_of_each_outputs_own_curvature(columns: int) -> None:
+    """With many columns with that of its diagonal; by numerical slopes of the whole objective."""
+    random = np.random.default_rng(0)
+    rows = Rows(random.normal(size=(30, columns)), np.eye(3)[random.integers(0, 3, 30)])
+    mean, variance = random.normal(size=(columns, 3)) / 9, random.uniform(0.5, 2, (columns, 3))
+    seen, h, units = random.uniform(0.2, 1, 30), 1e-5, np.sqrt(variance)
+
+    def slope(z: np.ndarray) -> np.ndarray:  # in units of the prior
+        wrong = SOFTMAX.predict(rows.inputs @ (mean + units * z)) - rows.targets
+        found: np.ndarray = units * (rows.inputs.T @ (seen[:, None] * wrong)) + z
+        return found
+
+    start = module._start(rows, SOFTMAX, mean[:, None], np.sqrt(variance)[:, None], seen[:, None])
+    for k in range(3):
+        hessian = np.empty((columns, columns))
+        for j in range(columns):
+            step = np.zeros((columns, 3))
+            step[j, k] = h
+            hessian[:, j] = (slope(step) - slope(-step))[:, k] / (2 * h)
+        if columns == 4:
+            np.testing.assert_allclose(start[0, k], np.linalg.inv(hessian), rtol=1e-6, atol=1e-9)
+        else:
+            np.testing.assert_allclose(start[0, k, 0], 1 / np.diag(hessian), rtol=1e-6)
+
+
+def test_two_loops_are_the_inverse_of_bfgs_by_matrices() -> None:
+    """Newest last: H ← (1 − ρsyᵀ) H (1 − ρysᵀ) + ρssᵀ, from a diagonal and from a matrix."""
+    random = np.random.default_rng(0)
+    g = random.normal(size=(5, 1, 1))
+    curve = np.diag(random.uniform(0.5, 2, 5))
+    steps = [random.normal(size=(5, 1, 1)) for _ in range(3)]
+    changes = [(curve @ s[:, 0])[:, None] for s in steps]
+    history = [(s, y, 1 / (s * y).sum(0)[:, 0]) for s, y in zip(steps, changes, strict=True)]
+    for start in (np.diag(random.uniform(0.5, 2, 5)), np.linalg.inv(curve + 0.1)):
+        inverse = start
+        for s, y, rho in history:
+            left = np.eye(5) - rho * np.outer(s, y)
+            inverse = left @ inverse @ left.T + rho * np.outer(s, s)
+        found = module.two_loops(g, history, start[None, None])
+        np.testing.assert_allclose(found.ravel(), inverse @ g.ravel())
+    diagonal = random.uniform(0.5, 2, 5)
+    expected = module.two_loops(g, history, np.diag(diagonal)[None, None])
+    found = module.two_loops(g, history, diagonal[None, None, None])
+    np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize(("columns", "most"), [(5, 12), (60, 120)])
+def test_the_search_takes_few_passes(columns: int, most: int) -> None:
+    """The memory of the last steps is used, and a step that is too long is a quarter the next time."""
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(80, columns)) * np.geomspace(0.1, 10, columns)
+    rows = Rows(inputs, np.eye(3)[random.integers(0, 3, 80)])
+    shape = (columns, 1, 3)
+    priors, passes = Priors(np.zeros(shape), np.ones(shape), np.ones(1)), []
+
+    def counted(outputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        passes.append(len(outputs))
+        return SOFTMAX.losses(outputs, targets)
+
+    most_probable(rows, replace(SOFTMAX, losses=counted), priors, tolerance=1e-6)
+    assert len(passes) <= most
+
+
+def test_what_is_worked_at_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    rows = Rows(random.normal(size=(200, 3)), np.eye(4)[random.integers(0, 4, 200)])
+    shape, seen = (3, 5, 4), list[tuple[int, ...]]()
+    priors = Priors(random.normal(size=shape), np.ones(shape), np.ones(5))
+    at_once = most_probable(rows, SOFTMAX, priors, tolerance=1e-8)
+
+    def noted(outputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        seen.append(outputs.shape)
+        return SOFTMAX.losses(outputs, targets)
+
+    monkeypatch.setattr(module, "MODELS", 2 * 3 * 4)  # numbers of two models
+    monkeypatch.setattr(module, "AT_ONCE", 1000)
+    in_parts = most_probable(rows, replace(SOFTMAX, losses=noted), priors, tolerance=1e-8)
+    np.testing.assert_allclose(in_parts, at_once, atol=1e-7)
+    assert max(models for _, models, _ in seen) == 2
+    assert max(n * models * k for n, models, k in seen) <= 1000
+    seen.clear()
+    monkeypatch.setattr(module, "MODELS", 5 * 3 * 4)
+    most_probable(rows, replace(SOFTMAX, losses=noted), priors, tolerance=1e-8)
+    assert seen[0][1] == 5, "all that fit"

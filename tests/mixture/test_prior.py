@@ -1,6 +1,8 @@
 """EM from sums: against a plain loop, against planted users, and against peers that lie."""
 
+from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from coterie.mixture.fit import asks_here, driven
 from coterie.mixture.posterior import Priors, Rows, most_probable
 from coterie.mixture.prior import (
     EXCHANGES,
+    FEWEST_PEERS,
     JOINT,
     POOLED,
     RELAXED,
@@ -22,6 +25,10 @@ from coterie.mixture.prior import (
     NearestMixture,
     PriorAnswer,
     PriorQuestion,
+    Units,
+    _descend,
+    _means,
+    _of_peers,
     find_priors,
     maximised,
 )
@@ -227,7 +234,7 @@ def test_sums_are_all_that_is_used() -> None:
 def test_a_peer_that_dies_counts_as_it_last_did_until_it_is_back() -> None:
     peers = planted(3, 50, np.ones(2), np.ones(2))
     weights, heard = np.full((1, 3), 1 / 3), Heard()
-    before = Priors(np.zeros((2, 1, 1)), np.ones((2, 1, 1)), np.ones(1))
+    before = Priors(np.full((2, 1, 1), 0.2), np.ones((2, 1, 1)), np.ones(1))
     after = Priors(np.full((2, 1, 1), 0.3), np.full((2, 1, 1), 0.8), np.ones(1))
     first = np.stack([asked(before).answer(rows) for rows in peers])
     whole = heard.answer(PriorQuestion(before, weights), asked(before), first)
@@ -311,3 +318,74 @@ def test_pooled_and_joint_models_are_least_squares_with_ridges() -> None:
         w = np.linalg.solve(moments, mine.T @ own.targets / n + times * everybody.T @ y / len(x))
         w[2] += w[3]
         np.testing.assert_allclose(found.joint[:, 0, j], w[:3], rtol=0, atol=1e-7)
+
+
+def test_the_noise_is_the_mean_residual_and_stays_where_none_came() -> None:
+    priors = Priors(np.zeros((2, 2, 1)), np.ones((2, 2, 1)), np.array([3.0, 5.0]))
+    told = zeros(2, 2)._replace(residual=np.array([0.1, 0.0]), share=np.array([0.4, 0.4]))
+    new = maximised(priors, PriorAnswer(told, np.ones(2)), np.full((2, 3), 1 / 3))
+    np.testing.assert_allclose(new.noise, [0.1 / 0.4, 5.0])
+    exact = told._replace(residual=np.array([1e-9, 0.0]))
+    new = maximised(priors, PriorAnswer(exact, np.ones(2)), np.full((2, 3), 1 / 3))
+    np.testing.assert_allclose(new.noise, [1e-6, 5.0])
+
+
+def test_means_are_over_the_examples_of_those_who_answered() -> None:
+    told = zeros(2, 2)._replace(
+        share=np.array([0.25, 0.0]), loss=np.array([0.5, 0.0]), gradient=np.full((2, 2, 1), 3.0)
+    )
+    loss, gradient, share = _means(PriorAnswer(told, np.ones(2)))
+    np.testing.assert_array_equal(loss, [2.0, np.inf])
+    np.testing.assert_array_equal(gradient[:, 0, 0], [12.0, 12.0])
+    np.testing.assert_array_equal(share, told.share)
+
+
+def test_few_peers_are_weighed_alike() -> None:
+    """For each of two views, of all rows and of half."""
+    peers = planted(FEWEST_PEERS - 1, 50, np.array([1.0, 1.0]), np.array([2.0, 0.0]))
+    (rows,) = planted(1, 20, np.array([1.0, 1.0]), np.zeros(2))
+    seen = np.column_stack([np.ones(20), np.arange(20) % 2])
+    own = OwnRows(rows, seen, seen.sum(0), np.zeros((1, 2)), rows, np.zeros(20))
+    found = driven(find_priors(own, SQUARED, len(peers)), asks_here(peers, SQUARED))
+    np.testing.assert_allclose(found.tau, np.full((2, len(peers)), 1 / len(peers)))
+
+
+def test_nobody_is_preferred_where_nobody_is_better_than_none() -> None:
+    for kappa, expected in (
+        ([1.0, 0.0, 0.0], [0.5, 0.5]),
+        ([0.0, 0.0, 0.0], [0.5, 0.5]),
+        ([0.6, 0.4, 0.0], [1.0, 0.0]),
+    ):
+        np.testing.assert_array_equal(_of_peers(np.array(kappa)), expected)
+
+
+def test_where_two_are_chosen_their_variances_are_three_tenths_of_everybodys() -> None:
+    """Two who are as user 0 is, to the last digit of what can be told, and four who are not."""
+    centre = np.array([1.0, 1.0, 1.0])
+    peers = planted(2, 300, centre, np.zeros(3)) + planted(4, 300, -3 * centre, np.zeros(3))
+    own = planted(1, 60, centre, np.zeros(3))[0]
+    found = driven(find_priors(all_seen(own), SQUARED, 6), asks_here(peers, SQUARED))
+    assert found.tau[0, :2].sum() == pytest.approx(1)
+    everybody, chosen = found.priors.variance[:, :, 0].T
+    np.testing.assert_allclose(chosen, 0.3 * everybody)
+
+
+def test_each_loss_is_descended_by_steps_of_its_own() -> None:
+    """One step is a third of what is right; another is too long by far, and is quartered until it helps."""
+    aims, bends, visited = np.array([2.0, -1.0]), np.array([0.33, 10.0]), list[Any]()
+
+    def evaluated(x: Any) -> Generator[PriorQuestion, PriorAnswer, tuple[Any, Any, Any]]:
+        yield from ()
+        visited.append(x[0, :, 0].copy())
+        away = x[0, :, 0] - aims
+        return bends * away**2 / 2, (bends * away)[None, :, None], np.ones(2)
+
+    units, start = Units(np.eye(1), np.ones(1)), np.ones((2, 1, 1, 1))
+    search = _descend(evaluated, np.zeros((1, 2, 1)), units, start, 9)
+    with pytest.raises(StopIteration) as ended:
+        next(search)
+    np.testing.assert_allclose(ended.value.value[0, :, 0], aims, atol=1e-6)
+    steps = np.array(visited)
+    np.testing.assert_allclose(steps[:2], [[0, 0], [0.66, -10]])
+    np.testing.assert_allclose(steps[2], [2, -2.5])
+    np.testing.assert_allclose(steps[3, 1], -0.625)

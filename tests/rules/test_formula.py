@@ -51,6 +51,25 @@ def test_what_it_is_given_stays_as_it_is() -> None:
     assert (own.item(), peers.item(), c.item()) == (OWN, PEERS, C)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("answered", [1.0, 0.5])
+def test_runs_in_rows_have_knobs_of_their_own(device: str, answered: float) -> None:
+    """On a GPU by one kernel if all answered: the same as number by number."""
+    rows = [((0.3, 0.2), (OWN, PEERS, C)), ((0.9, 0.6), (C, OWN, PEERS))]
+    alpha, beta, own, peers, c = (
+        torch.tensor(column, dtype=torch.float64, device=device)[:, None]
+        for column in zip(*(knobs + numbers for knobs, numbers in rows), strict=True)
+    )
+    found = corrected_step(own, peers, c, alpha=alpha, beta=beta, correction=0.5, answered=answered)
+    for place, ((a, b), numbers) in enumerate(rows):
+        expected = corrected_step(
+            *map(one, numbers), alpha=a, beta=b, correction=0.5, answered=answered
+        )
+        assert [each[place].item() for each in found] == pytest.approx(
+            [each.item() for each in expected], rel=1e-12
+        )
+
+
 @pytest.mark.parametrize("start", ["first", "zero"])
 @pytest.mark.parametrize("warm_up", [True, False, None])
 def test_c_over_three_steps(start: str, warm_up: bool | None) -> None:

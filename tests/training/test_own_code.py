@@ -126,6 +126,35 @@ def test_the_error_says_whose_it_is_and_the_run_goes_on_where_it_was(
     assert resumed.record.curve("validation_loss") == whole.record.curve("validation_loss")
 
 
+def test_a_step_that_was_taken_by_half_is_not_saved(make_users: Users, tmp_path: Path) -> None:
+    users, states = make_users(), list[dict[str, Tensor]]()
+
+    class Half(torch.optim.SGD):
+        """Moves the first parameter, and fails."""
+
+        def step(self, closure: Any = None) -> Any:
+            if len(states) < 5:
+                return super().step(closure)
+            next(p for group in self.param_groups for p in group["params"]).data += 1
+            raise ZeroDivisionError("of your own")
+
+    with pytest.raises(UserCodeError, match="the optimizer raised ZeroDivisionError") as caught:
+        coterie.train(
+            *(network(), cross_entropy, users[0], users[1:], coterie.WeightedAveraging(0.5)),
+            optimizer=lambda parameters: Half(parameters, lr=0.1),
+            steps=9,
+            checkpoint_every=2,
+            guard="off",
+            hooks=[lambda step: states.append(state_of(step.model))],
+            out=tmp_path,
+        )
+    last = checkpoint.saved(tmp_path / "checkpoints")[-1]
+    assert str(last) in str(caught.value)
+    held = checkpoint.load(last)["learner"]
+    assert held["step"] == 4
+    assert same(held["model"], states[3])
+
+
 def test_a_metric_that_fails_at_the_end_leaves_the_run(make_users: Users) -> None:
     users = make_users()
     users[0].test = users[0].examples

@@ -252,6 +252,22 @@ def test_no_peer_fills_the_record_with_reasons_of_its_own(
         assert (len(reasons), reasons[loop.OTHER_REASONS]) == (6, 10)
 
 
+def test_no_peer_fills_the_record_with_stretches(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes and goes: the last of so many stretches goes on, gaps or not."""
+
+    def every_other(name: str, step: int, row: Tensor) -> Tensor | None:
+        return None if (name, step % 2) == ("peer 1", 0) else row
+
+    rule = coterie.WeightedAveraging(0.5)
+    _, run = spoilt_run(make_users(), rule, every_other)
+    assert run.record.end.absent == {"peer 1": [[k, k] for k in range(0, 15, 2)]}
+    monkeypatch.setattr(loop, "MOST_STRETCHES", 3)
+    _, run = spoilt_run(make_users(), rule, every_other)
+    assert run.record.end.absent == {"peer 1": [[0, 0], [2, 2], [4, 14]]}
+
+
 def test_peers_left_out_in_some_steps_are_counted(make_users: Users) -> None:
     users = make_users()
     told: list[Mapping[str, str]] = []
@@ -418,17 +434,23 @@ def test_a_deep_copy_of_a_run_is_independent(make_users: Users) -> None:
 
 
 def test_an_engine_made_for_a_run_is_closed_whatever_ends_it(tmp_path: Path) -> None:
-    closed = []
+    """Before the end is told, so that peers need not wait while the model is judged."""
+    closed, at_the_end = list[bool](), list[int]()
 
     class Closing(coterie.InProcess):
         def close(self) -> None:
             closed.append(True)
 
+    class End(coterie.Hook):
+        def on_end(self, run: coterie.Run) -> None:
+            at_the_end.append(len(closed))
+
     users = [coterie.User(name, torch.eye(4), torch.ones(4, 1)) for name in ("me", "a")]
     settings: dict[str, Any] = {"steps": 1, "engine": Closing, "out": tmp_path / "run"}
+    settings["hooks"] = [End()]
     model, loss, rule = nn.Linear(4, 1), nn.functional.mse_loss, coterie.WeightedAveraging(0.5)
     coterie.train(model, loss, users[0], users[1:], rule, **settings)
-    assert len(closed) == 1
+    assert (len(closed), at_the_end) == (1, [1])
     with pytest.raises(KnobError, match="already holds a run"):  # before the first step
         coterie.train(model, loss, users[0], users[1:], rule, **settings)
     with pytest.raises(KnobError, match="unknown peer"):  # by the check of the rule

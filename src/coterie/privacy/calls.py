@@ -107,12 +107,11 @@ class Calls:
         """Return the content of a call by a site, once; a `MaskError` for any other."""
         content = self._opened(site, (site, self.site, "call"), number, sealed)
         with self._lock:
-            taken = self._taken.setdefault(site, set())
-            if number in taken or number <= max(taken, default=0) - WINDOW:
+            taken = self._taken.get(site, set())
+            if number in taken or number <= max(taken, default=number) - WINDOW:
                 raise MaskError(f"the call of {printable(site, 50)!r} is a repeated one")
-            taken.add(number)
-            if len(taken) > 2 * WINDOW:
-                taken -= {old for old in taken if old <= max(taken) - WINDOW}
+            late = max(taken | {number}) - WINDOW
+            self._taken[site] = {old for old in taken | {number} if old > late}
         return content
 
     def answer(self, site: str, number: int, content: bytes) -> bytes:

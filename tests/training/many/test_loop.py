@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +202,22 @@ def test_hooks_are_told_of_their_run_and_may_end_it(make_users: Users) -> None:
         for a, b in zip(told[f"many {k}"], told[f"one {k}"], strict=True):
             assert a == pytest.approx(b, rel=1e-9)
     assert [run.stopped for run in runs] == [Stopped.HOOK] * 3
+
+
+def test_one_bar_shows_the_mean_own_loss_of_all(
+    make_users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, told = list[tuple[int, float]](), list[float]()
+
+    @contextmanager
+    def bar(*_: object) -> Iterator[Callable[..., None]]:
+        yield lambda step, own_loss, *_: shown.append((step, own_loss))
+
+    monkeypatch.setattr("coterie.training.many.progress_bar", bar)
+    base = run_of(make_users(), hooks=[lambda step: told.append(step.own_loss)])
+    train_many([replace(base, rule=rule) for rule in (Alone(), WeightedAveraging(0.9))])
+    means = [sum(told[k : k + 2]) / 2 for k in range(0, 24, 2)]
+    assert shown == [(k, pytest.approx(mean)) for k, mean in enumerate(means, 1)]
 
 
 class Noting(coterie.Hook):
