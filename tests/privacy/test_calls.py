@@ -92,8 +92,11 @@ def test_a_number_is_taken_once_and_may_be_late(monkeypatch: pytest.MonkeyPatch)
 def test_who_is_another_than_the_one_known_is_left_out() -> None:
     identities = {name: Identity(name) for name in "abc"}
     known = {"b": identities["b"].fingerprint}
-    for strangers, expected in ((True, {"b", "c"}), (False, {"b"})):
-        me = Calls(identities["a"], "job", known, strangers=strangers)
+    everybody = Calls(identities["a"], "job", known)
+    for me, expected in (
+        (everybody, {"b", "c"}),
+        (Calls(identities["a"], "job", known, strangers=False), {"b"}),
+    ):
         offers = {name: Calls(identities[name], "job").offer for name in "abc"}
         found, refused = me.meet(offers)
         assert set(found) == expected
