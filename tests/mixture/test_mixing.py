@@ -24,6 +24,13 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))
 
 
+def behind_tanh(at: Array) -> nn.Module:
+    """Return the model whose last layer has these parameters."""
+    layer = nn.Linear(at.shape[0], at.shape[1], bias=False)
+    layer.weight.data = torch.from_numpy(at.T).float()
+    return nn.Sequential(nn.Flatten(), nn.Tanh(), layer)
+
+
 @pytest.mark.parametrize("family", list(FAMILIES.values()), ids=lambda family: family.name)
 def test_the_module_served_gives_the_outputs_that_were_judged(family: Family) -> None:
     """Its predictions are the mean of all candidates' by w ∝ π exp(−Σ loss), but for parts of nearly nothing."""
@@ -46,23 +53,40 @@ def test_the_module_served_gives_the_outputs_that_were_judged(family: Family) ->
     linear = np.stack([x @ parameters[:3, j] + parameters[3, j] for j in range(5)], 1)
     nets = [Predictor(one), Predictor(one, 2.0), Predictor(two)]
     given = np.stack([outputs(each.model) / each.temperature for each in nets], 1)
+    last = random.normal(size=(3, 2, k)) * 0.1
+    hidden = np.stack([np.tanh(x) @ last[:, j] for j in range(2)], 1)
     blocks = [
         Candidates("alone", linear, parameters=parameters, alone=True),
         Candidates("net", given, predictors=nets),
+        Candidates("layer", hidden, parameters=last, behind=behind_tanh),
     ]
     found = mix(family, y, np.arange(40) % 4, blocks, held_out=np.zeros((0, k)))
     served = found.served.model(family, intercept=True)
     assert isinstance(served, MixedPredictions)
-    total = family.losses(np.concatenate([linear, given], 1), y[:, None]).sum(0)
-    total = total / (2 * total.min() / (40 * k)) if family is SQUARED else total
-    raw = np.repeat([0.1, 1 / 6], [5, 3]) * np.exp(-(total - total.min()) / 2)
-    w = without_small(raw / raw.sum(), np.array([0] * 5 + [1, 1, 2]))
+    total = family.losses(np.concatenate([linear, given, hidden], 1), y[:, None]).sum(0)
+
+    def likely(total: Array) -> Array:
+        total = total / (2 * total.min() / (40 * k)) if family is SQUARED else total
+        raw: Array = np.exp(-(total - total.min()) / 2)  # π is the same for all
+        raw /= raw.sum()
+        return raw
+
+    w = without_small(likely(total), np.array([0] * 5 + [1, 1, 2, 3, 3]))
     link = family.predict
     mean = w[:5].sum() * link(np.einsum("j,njk->nk", w[:5], linear) / w[:5].sum())
-    mean = mean + np.einsum("j,njk->nk", w[5:], link(given))
+    mean = mean + np.einsum("j,njk->nk", w[5:8], link(given))
+    mean = mean + w[8:].sum() * link(np.einsum("j,njk->nk", w[8:], hidden) / w[8:].sum())
     np.testing.assert_allclose(link(outputs(served)), mean, rtol=1e-4, atol=1e-6)
     assert found.served.weight == pytest.approx(1)
     assert sum(entry.weight for entry in found.entries.values()) == pytest.approx(1)
+    layer = found.entries["layer"].model(family, intercept=True)
+    share = likely(total[8:])
+    np.testing.assert_allclose(
+        link(outputs(layer)),
+        link(np.einsum("j,njk->nk", share, hidden)),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 def test_a_single_model_is_the_most_probable() -> None:

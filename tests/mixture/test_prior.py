@@ -356,7 +356,7 @@ def test_nobody_is_preferred_where_nobody_is_better_than_none() -> None:
         ([0.0, 0.0, 0.0], [0.5, 0.5]),
         ([0.6, 0.4, 0.0], [1.0, 0.0]),
     ):
-        np.testing.assert_array_equal(_of_peers(np.array(kappa)), expected)
+        np.testing.assert_array_equal(_of_peers(np.array(kappa)), np.array(expected))
 
 
 def test_where_two_are_chosen_their_variances_are_three_tenths_of_everybodys() -> None:
@@ -386,6 +386,6 @@ def test_each_loss_is_descended_by_steps_of_its_own() -> None:
         next(search)
     np.testing.assert_allclose(ended.value.value[0, :, 0], aims, atol=1e-6)
     steps = np.array(visited)
-    np.testing.assert_allclose(steps[:2], [[0, 0], [0.66, -10]])
-    np.testing.assert_allclose(steps[2], [2, -2.5])
+    np.testing.assert_allclose(steps[:2], np.array([[0.0, 0.0], [0.66, -10.0]]))
+    np.testing.assert_allclose(steps[2], np.array([2.0, -2.5]))
     np.testing.assert_allclose(steps[3, 1], -0.625)
