@@ -3,10 +3,10 @@
     python benchmarks/trace.py [--walk]
 
 Digits by writer, 13 peers, softmax regression, 200 steps, one CPU thread. A row is one step of its
-kind, or all that is done before the first step. A package is a folder directly below `coterie`; a
-switch is a call from one package into another. `--walk` prints the functions of a plain adaptive
-step in the order of their first calls: docs/architecture.md shows them, and `tests/test_walk.py`
-checks that.
+kind, all that is done before the loop begins, or what the loop does before its first step. A
+package is a folder directly below `coterie`; a switch is a call from one package into another.
+`--walk` prints the functions of a plain adaptive step in the order of their first calls:
+docs/architecture.md shows them, and `tests/test_walk.py` checks that.
 """
 
 from __future__ import annotations
@@ -103,12 +103,16 @@ def _package(file: str) -> str:
 def traced(
     rule: Any, steps: tuple[int, ...], engine: Callable[..., Any] = InProcess
 ) -> dict[int | str, Walk]:
-    """Train, and return the walks of some steps, and of what is done before the first (`set-up`)."""
+    """Train, and return the walks of some steps, of the `set-up` before the loop, and of what it does `first`."""
     task = coterie.data.digits_by_writer(me=0, own_examples=30)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    walks: dict[int | str, Walk] = {"set-up": Walk()}
-    advance, train = Loop.advance, coterie.train  # modules are imported before
+    walks: dict[int | str, Walk] = {"set-up": Walk(), "first": Walk()}
+    advance, go, train = Loop.advance, Loop.run, coterie.train  # modules are imported before
+
+    def begun(loop: Loop, interrupted: Callable[[], bool]) -> None:
+        with walks["first"]:
+            go(loop, interrupted)
 
     def watched(loop: Loop, most: int) -> Any:
         sys.setprofile(None)
@@ -120,6 +124,7 @@ def traced(
 
     with (
         mock.patch.object(Loop, "advance", watched),
+        mock.patch.object(Loop, "run", begun),
         warnings.catch_warnings(),
         walks["set-up"],
     ):
@@ -168,7 +173,8 @@ def main() -> None:
         "in process, weighted averaging": plain[PLAIN],
         "over sites here, plain step": there[PLAIN],
         "over sites here, each peer by itself": there[JUDGING],
-        "set-up before the first step": here["set-up"],
+        "set-up before the loop": here["set-up"],
+        "the loop before its first step": here["first"],
     }
     print(
         "| step | calls | functions | files | packages | classes | switches |\n|---|---|---|---|---|---|---|"

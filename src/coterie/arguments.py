@@ -317,9 +317,8 @@ def settings_of(description: Callable[..., Any]) -> Mapping[str, Setting]:
 
 def check_settings(thing: Any) -> None:
     """Let the settings of a frozen dataclass be what they are meant to be, or refuse them."""
-    check_fields(
-        thing, {name: setting.check for name, setting in settings_of(thing.__class__).items()}
-    )
+    for name, setting in settings_of(thing.__class__).items():
+        object.__setattr__(thing, name, setting.check(name, getattr(thing, name)))
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -135,7 +135,8 @@ class GradientsAtPoints:
 
     def start(self) -> Tensor:
         """Return the point where the model is."""
-        return torch.cat([Parameters(self.user.model).vector(), self._moved()])
+        x = Parameters(self.user.model).vector()
+        return torch.cat([x, self._moved()]) if self._carried else x
 
     def ask(self, question: Question) -> Answers:
         """Ask the peers, compute user 0's gradients, and return all answers.
@@ -525,12 +526,8 @@ class StackedGradients(GradientsAtPoints):
     def _batch(self, points: Tensor, examples: InMemory) -> tuple[InMemory, tuple[Tree, Tree]]:
         """Return examples where the points are, and as the batch of one group."""
         held = self._held.setdefault(id(examples), examples.to(points.device))
-        return held, (mapped(_alone, held.inputs), mapped(_alone, held.targets))
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor as that of the only group."""
-    return tensor[None]
+        alone = (mapped(lambda leaf: leaf[None], tree) for tree in (held.inputs, held.targets))
+        return held, (next(alone), next(alone))
 
 
 def _chunks(n: int) -> list[Tensor]:

@@ -177,3 +177,25 @@ def test_a_user_that_is_not_finite_spoils_nobody_else() -> None:
 
 
 # Memory.
+
+
+def test_it_is_tried_in_full_precision_where_rows_are_first_wanted() -> None:
+    cast: list[bool] = []
+
+    class Noting(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            cast.append(torch.is_autocast_enabled("cpu"))
+            return inputs.relu()
+
+    users = [coterie.User(f"{k}", torch.randn(6, 3), torch.randn(6, 2)) for k in range(4)]
+    options = coterie.ForwardOptions(autocast=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(3, 4), Noting(), nn.Linear(4, 2))
+    engine = coterie.InProcess(model, f.mse_loss, users[0], users[1:], forward_options=options)
+    assert "by_layer" not in vars(engine.passes)  # nobody has asked for rows
+    cast.clear()
+    with torch.no_grad():
+        assert way_of_rows(engine) == "by layer"
+    assert len(cast) > 0
+    assert not any(cast)
+    asked(engine, engine.passes.parameters.vector())
+    assert cast[-1]

@@ -126,7 +126,8 @@ class InProcess:
 
     def _layers(self) -> ByLayer | None:
         """Find out, in full precision, whether rows can be had by layer."""
-        with seeded(self.seed, self.me, 0, self.parameters.device), self.passes.without_options():
+        alone = seeded(self.seed, self.me, 0, self.parameters.device)
+        with torch.enable_grad(), alone, self.passes.without_options():
             return layers_of(self.passes, *self.sampler.one(self.me, 0))
 
     def _sampler_of(

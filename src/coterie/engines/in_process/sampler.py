@@ -129,7 +129,8 @@ class BatchSampler:
         held = [
             user.examples for user in self.users.values() if isinstance(user.examples, InMemory)
         ]
-        if len(held) == len(self.users):
+        self.in_memory = len(held) == len(self.users)  # all examples are held in memory
+        if self.in_memory:
             self._pool = InMemory(
                 joined([each.inputs for each in held]), joined([each.targets for each in held])
             )
@@ -169,11 +170,6 @@ class BatchSampler:
             ]
             return self.one(self.me.name, step), read
         return self.at(names, self._table(names).row(step, self.device))
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether all examples are held in memory."""
-        return self._pool is not None
 
     def indices(self, names: tuple[str, ...], step: int) -> Tensor:
         """Return the examples that user 0 and these peers draw in the next steps, a row for each step."""
