@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import KnobError, PeerLost
 from coterie.federation import kits
 from coterie.federation import lead as leading
-from coterie.federation.lead import RUN, lead, planned_gradients, rule_of
+from coterie.federation.lead import BEGUN_ANEW, NEWS, RUN, lead, planned_gradients, rule_of
 from coterie.federation.manifest import Kit, fingerprint
 from coterie.federation.participants import (
     lead_participant,
@@ -157,6 +158,24 @@ def test_a_resumed_job_does_not_measure_again(after: int, tmp_path: Path) -> Non
     )
     assert record.end.step == STEPS
     assert {given(folder, site) for site in before.choice["tau"]} == {2 * 8 + STEPS}
+    assert (folder / RUN / NEWS).read_text().count(f"going on from step {after}\n") == 1
+
+
+def test_a_run_that_was_killed_before_a_step_was_saved_says_that_it_begins_anew(
+    tmp_path: Path,
+) -> None:
+    """What sites have given counts, and is asked for again."""
+    folder = consortium(tmp_path, *AUTO["correction"])
+    with pytest.raises(PeerLost):
+        lead(folder, LostAfter(sites_of(folder), 2 * 8 + 3))
+    shutil.rmtree(folder / RUN / "checkpoints")  # as after SIGKILL
+    lead(folder, sites_of(folder))
+    assert (folder / RUN / NEWS).read_text().count(f"{BEGUN_ANEW}\n") == 1
+    record = coterie.Record.load(folder / RUN / "record.jsonl")
+    assert record.end.step == STEPS
+    assert {given(folder, site) for site in record.configuration.choice["tau"]} == {
+        2 * 8 + STEPS + 3
+    }
 
 
 def test_a_site_that_misses_a_question_was_not_measured_and_has_no_weight(tmp_path: Path) -> None:

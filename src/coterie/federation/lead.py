@@ -27,6 +27,7 @@ from coterie.methods import build
 from coterie.methods.elsewhere import gradients_asked
 from coterie.methods.rounds import Method
 from coterie.recording import files
+from coterie.recording.checkpoint import saved, step_of
 from coterie.recording.claim import claimed
 from coterie.recording.configuration import StepSettings
 from coterie.recording.record import Record
@@ -50,6 +51,7 @@ REFUSED = "refused.txt"
 """Why a run was not begun, or cannot go on."""
 RECORD = "record.jsonl"
 """The record of a run, in its folder."""
+BEGUN_ANEW = "beginning anew: the run had ended before a step was saved"
 SECONDS_OF_LATENCY = 10.0
 """How long a run of a network may wait for messages to arrive, if asking more rarely prevents it."""
 RAREST = {"adaptive": 8, "wga": 4}
@@ -92,6 +94,10 @@ def train_here(
 ) -> None:
     """Train a model for who holds these examples, with sites for peers, and write all results to a folder."""
     settings = paced(settings, sites, out)
+    if (out / RECORD).exists():
+        there = [step_of(path) for path in saved(out / "checkpoints")]
+        said = f"going on from step {there[-1]}" if there else BEGUN_ANEW
+        logging.getLogger(__name__).warning(said)
     rule, knobs = rule_of(settings), settings.training
     page = LivePage(out, sites, settings.sites, knobs.timeout, out / NEWS)
     options: dict[str, Any] = {n.name: getattr(knobs, n.name) for n in fields(StepSettings)}

@@ -131,6 +131,7 @@ class RunSettings(StepSettings):
         trackers: Names of trackers that follow a run with `out`; TensorBoard, where it is
             installed, when None. Your own can be registered; see docs/extending.md.
         checkpoint_every: Steps between checkpoints in `out`; a tenth of the run when None.
+            With peers elsewhere also every ten seconds.
         resume: Go on from the last checkpoint in `out`; from the start where there is none.
         progress: Show a progress bar; None: when standard error is a terminal.
         guard: "held-out" trains a model alone beside, compares the two on the validation set at

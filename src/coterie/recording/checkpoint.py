@@ -8,6 +8,7 @@ keeps it from running code.
 """
 
 import io
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,10 @@ T = TypeVar("T")
 MAGIC = b"coterie-checkpoint 3 "
 EARLIER = (b"coterie-checkpoint 1 ", b"coterie-checkpoint 2 ")
 KEPT = 2
+SECONDS_AT_RISK = 10.0
+"""How long what peers elsewhere have given may be in memory alone: asked again, it counts again."""
+MOST_OF_THE_TIME = 0.05
+"""Of which saving so often takes at most so much."""
 
 
 class RunFolder:
@@ -31,6 +36,12 @@ class RunFolder:
 
     def __init__(self, claim: Claim | None = None, saved_at: int | None = None) -> None:
         self.claim, self.saved_at = claim, saved_at  # the step of the last checkpoint
+        self._since, self._took = time.monotonic(), 0.0  # the time of that, and how long it took
+
+    def is_due(self) -> bool:
+        """Say whether a checkpoint should be written of what cannot be computed again for nothing."""
+        seconds = time.monotonic() - self._since
+        return seconds > max(SECONDS_AT_RISK, self._took / MOST_OF_THE_TIME)
 
     def write(self, what: str, write: Callable[[], T]) -> T | None:
         """Write something; where there is no folder it stays in memory."""
@@ -45,8 +56,10 @@ class RunFolder:
             return there[-1]
 
         def write() -> Path:
+            began = time.monotonic()
             path = save(folder, step, content())
-            self.saved_at = step
+            self.saved_at, self._since = step, time.monotonic()
+            self._took = self._since - began
             return path
 
         return self.write("checkpoint", write)

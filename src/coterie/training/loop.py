@@ -130,7 +130,8 @@ class OngoingRun(ResumableRun):
         step = self.learner.step
         point = self.evaluate(validation) if self.due else None
         self.whole = True
-        if step % self.save_every == 0:
+        elsewhere = not self.learner.engine.capabilities.local
+        if step % self.save_every == 0 or (elsewhere and self.folder.is_due()):
             self.save()
         return self.call_hooks(own_loss, left_out, point)
 

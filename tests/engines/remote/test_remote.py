@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import coterie
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.sites import LocalReplies, LocalSites
 from coterie.errors import CoterieError, PeerLost
+from coterie.recording import checkpoint
 
 TAU = {"peer 1": 0.5, "peer 2": 0.3, "peer 3": 0.2}
 Users = Callable[..., list[coterie.User]]
@@ -384,3 +386,34 @@ def test_user_0_holds_no_more_than_an_answer_of_each_site(odd: float) -> None:
     held, grew = memory_of_a_crowd(30, 20, 20_000, odd)
     assert held < (1.5 if odd == 0 else 10)
     assert grew < 1.3
+
+
+def test_what_peers_have_given_is_saved_every_ten_seconds(
+    make_users: Users, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked again it would count again; user 0's own process computes it again for nothing."""
+    users, now = make_users(), [0.0]
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def saved_at(engine: Any, peers: list[coterie.User], out: Path) -> list[int]:
+        steps = []
+
+        def hook(step: coterie.Step) -> None:
+            now[0] += 3
+            steps.extend(map(checkpoint.step_of, checkpoint.saved(out / "checkpoints")[-1:]))
+
+        how: dict[str, Any] = {"steps": 20, "checkpoint_every": 19, "out": out, "hooks": [hook]}
+        coterie.train(
+            *(model(), LOSS, users[0], peers, coterie.BiasCorrection(0.5, 0.1)),
+            engine=engine,
+            lr=0.1,
+            **how,
+        )
+        return sorted(set(steps))
+
+    def elsewhere(*given: Any, **how: Any) -> Remote:
+        names = [user.name for user in users[1:]]
+        return Remote(*given, sites=Sites(users[1:]), names=names, **how)
+
+    assert saved_at(elsewhere, [], tmp_path / "elsewhere") == [5, 9, 13, 17, 19]
+    assert saved_at(coterie.InProcess, users[1:], tmp_path / "here") == [19]
