@@ -396,7 +396,7 @@ def test_what_peers_have_given_is_saved_every_ten_seconds(
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def saved_at(engine: Any, peers: list[coterie.User], out: Path) -> list[int]:
-        steps = []
+        steps = list[int]()
 
         def hook(step: coterie.Step) -> None:
             now[0] += 3

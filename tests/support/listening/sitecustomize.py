@@ -24,7 +24,7 @@ def _listen(path: str) -> None:
             if isinstance(content, bytes | bytearray | memoryview)
             else repr(content).encode()
         )
-        read = any(word in text for word in (b"gradients", b"batch_size"))
+        read = any(word in text for word in (b"gradients", b"batch_size", b"steps"))
         who, whom = (name.partition(".")[0] for name in (origin, destination))
         with open(path, "a", encoding="utf-8") as file:
             secure = bool(message.headers.get(MessageHeaderKey.SECURE))
