@@ -20,10 +20,14 @@ BOUND = {"softmax": 0.5, "logistic": 0.25, "squared": 1.0}
 FARTHEST = {"squared": 16.0}
 """The slope of a row's loss counts as this at most, 1 where nothing is said: no row rules a tree."""
 
+GRAIN = 2.0**-10
+"""Slopes, curvatures and weights of rows are whole multiples of this.
+
+Their sums are then exact: the same in any order, wherever rows are, and through masks.
+"""
+
 FREE = np.array([-np.inf, np.inf])
 """Between these a step may be where nothing bounds it."""
-ALIKE = 1e-4
-"""Of splits whose gains differ by less than this share, the first is taken."""
 
 
 class Growth(NamedTuple):
@@ -237,7 +241,7 @@ class Part:
             if family.is_squared
             else (slope, curvature, weights[..., None])
         )
-        self.channels = np.stack(np.broadcast_arrays(*parts), -1)
+        self.channels = in_grains(np.stack(np.broadcast_arrays(*parts), -1))
         self.channels = self.channels.reshape(len(mean), -1, len(parts))
         self.counted = self.channels[..., -1] > 0
         self.node, self.levels = np.zeros(self.counted.shape, dtype=np.int16), 0
@@ -309,6 +313,17 @@ def grow(own: Part, bins: Bins, growth: Growth) -> Growing:
     return Grown(trees, outputs, intercepts, growth.looks)
 
 
+def in_grains(numbers: Array) -> Array:
+    """Return numbers rounded to whole grains.
+
+    Example:
+        >>> in_grains(np.array([0.1, -3.0])).tolist()
+        [0.099609375, -3.0]
+    """
+    rounded: Array = np.rint(numbers / GRAIN) * GRAIN
+    return rounded
+
+
 def outputs_grown(family: Family, outputs: int) -> list[int]:
     """Return the outputs that have trees: all, and of two classes the second."""
     return [1] if family.name == "softmax" and outputs == 2 else list(range(outputs))
@@ -354,9 +369,7 @@ def _best(sums: Array, bins: Bins, growth: Growth, bounds: Array) -> tuple[Split
         gain[starts[1:] - 1] = -np.inf  # nothing is beyond a column's last bin
         gains.append(gain)
     every = np.concatenate(gains)
-    # the first of those that are alike: sums in another order, or rounded, have the same splits
-    most = every.max(0)
-    where = (every >= most - ALIKE * np.abs(most)).argmax(0)
+    where = every.argmax(0)
     parent = _gain(whole, _newton(whole, growth.ridge, bounds), growth.ridge)
     splits = np.take_along_axis(every, where[None], 0)[0] > parent + 1e-9
     place, also_missing = where % many, where >= many

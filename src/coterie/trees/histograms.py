@@ -13,12 +13,15 @@ from coterie.mixture.posterior import Rows
 from coterie.trees.boosting import (
     BOUND,
     FARTHEST,
+    GRAIN,
+    MOST_EDGES,
     Bins,
     Growth,
     Level,
     Part,
     Splits,
     Tree,
+    in_grains,
     outputs_grown,
     rows_kept,
 )
@@ -26,8 +29,8 @@ from coterie.trees.boosting import (
 MOST_NUMBERS = 4_000_000
 """So many numbers are in an answer at most."""
 MOST_TREES, MOST_DEPTH, MOST_ENSEMBLES = 1000, 6, 64
-ROUNDING = 1e-7
-"""What masks may round, of what a number is at most."""
+ROUNDING = 2.0**-29
+"""What masks may round for each of n peers, of n times what a number is at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,14 +180,16 @@ class Histograms:
                 more in its nodes.
             peers: of how many it is the sum; none tells of more than the question says.
         """
-        sums, units = numbers.reshape(self.shape) * self._units, self._units
+        units = self._units
+        sums = in_grains(numbers.reshape(self.shape) * units)  # what masks round is mended
         left = "its histograms are left out"
         if not np.isfinite(sums).all():
             raise DataError(f"a histogram holds numbers that are not finite; {left}")
         if np.abs(numbers).max() > peers * (1 + 1e-6):
             raise DataError(f"a histogram tells of more rows than a peer says it has; {left}")
         totals = np.add.reduceat(sums, self.bins.starts[:-1], axis=0)
-        slack = 1e-6 * np.abs(sums).sum(0) + ROUNDING * units
+        rounded = (MOST_EDGES + 2) * (GRAIN + ROUNDING * peers**2 * units)  # of a column
+        slack = 1e-6 * np.abs(sums).sum(0) + rounded
         if (np.abs(totals - totals[-1:]) > slack).any():
             raise DataError(f"the columns of a histogram do not add up to the same sums; {left}")
         rows = np.maximum(sums[..., 2], 0.0)
