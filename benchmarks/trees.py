@@ -12,7 +12,8 @@ better). "Alone" is in every cell (a set and a condition) the better of the stro
 the forest by the mean score, known in hindsight. Last, the cells where the default is worse, or
 better, than that by three standard errors over users. It reads the cells that are done.
 
-With `--sets`: the same default with other trees, on the same users, as means over sets of the score
+With `--sets`: the same default with other trees (`--variants`: "and peers weighted by τ",
+"sklearn-trees" and so on), on the same users: each set's scores, and means over sets of the score
 less that of the default, and of the log loss or squared error.
 
 Without either: processor seconds of all of coterie's tree candidates, folds included, beside one
@@ -38,10 +39,13 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from coterie.benchmark import tasks
 from coterie.benchmark.sets import SETS, load
 from coterie.benchmark.tools import TOOLS, Tool, closed_form
-from coterie.mixture.candidates import folds_of
-from coterie.mixture.families import SQUARED
+from coterie.mixture.candidates import Candidates, OwnRows, folds_of
+from coterie.mixture.families import SQUARED, Family
+from coterie.mixture.fit import asks_here, driven, linear_candidates
+from coterie.mixture.posterior import Rows
+from coterie.mixture.scaling import Scaling
 from coterie.trees.boosting import Growth
-from coterie.trees.tree_candidates import candidates
+from coterie.trees.tree_candidates import boosted, candidates
 
 OURS = "mixture-trees"
 ALONE = ["sklearn-alone", "sklearn-forest"]
@@ -49,15 +53,31 @@ RIVALS = [*ALONE, "sklearn-trees", "mixture"]
 CELL = ["set", "condition"]
 
 
-def grown(**growing: Any) -> Tool:
+def and_chosen(own: Any, peers: Any, family: Family, folds: Any) -> list[Candidates]:
+    """Return the default's candidates, and trees in which peers count by τ.
+
+    It is that of the linear models, found without each fold.
+    """
+    mine, theirs = Rows(*own), [Rows(*each) for each in peers]
+    scaling = Scaling.of(mine.inputs, mine.targets, family, intercept=True)
+    rows = OwnRows.of(scaling.rows(*mine), family, whole=True, folds=folds)
+    asks = asks_here([scaling.clipped(scaling.rows(*each)) for each in theirs], family)
+    found, _ = driven(linear_candidates(rows, family, scaling, len(peers)), asks)
+    tau = None if found is None else found.tau
+    more = boosted(own, peers, family, folds, kinds={"trees, chosen peers": 1.0}, tau=tau)
+    return [*candidates(own, peers, family, folds), *more]
+
+
+def grown(trees: Any = True, **growing: Any) -> Tool:
     """Return the default for tables with other trees."""
-    return Tool("", functools.partial(closed_form, trees=True, **growing), strengths=(1.0,))
+    return Tool("", functools.partial(closed_form, trees=trees, **growing), strengths=(1.0,))
 
 
 VARIANTS = {
     OURS: grown(),
     "three levels, rate .15": grown(growth=Growth(depth=3, rate=0.15)),
     "and a personal last layer": grown(layer=True),
+    "and peers weighted by τ": grown(and_chosen),
     "sklearn-trees": TOOLS["sklearn-trees"],
 }
 """What `--sets` compares."""
@@ -104,25 +124,27 @@ def cost(rows: int, columns: int, users: int, own: int) -> None:
     )
 
 
-def growths(sets: list[str], users: int, data: Path) -> None:
+def growths(sets: list[str], users: int, data: Path, variants: list[str]) -> None:
     """Print what the default reaches with trees that grow in other ways, beside plain boosting."""
-    names = {f"{name}, loss": name for name in VARIANTS}
+    tools = {name: VARIANTS[name] for name in dict.fromkeys([OURS, *variants])}
+    names = {f"{name}, loss": name for name in tools}
     rows = []
     for name, condition in itertools.product(sets, tasks.CONDITIONS):
         people, known = load(SETS[name], data), SETS[name]
         few = {"own_examples": known.own_examples, "most_peers": known.most_peers}
         for user in tasks.candidates(people, known.own_examples)[:users]:
             task = tasks.task_of(people, user, condition=condition, **few)
-            found = {method: tool.outcome(task) for method, tool in VARIANTS.items()}
+            found = {method: tool.outcome(task) for method, tool in tools.items()}
             scores = {method: one.score for method, one in found.items()}
             losses = {loss: found[method].loss for loss, method in names.items()}
             rows.append({"set": name, "condition": condition, **scores, **losses})
             print(rows[-1], flush=True)
     means = pd.DataFrame(rows).groupby(["condition", "set"]).mean()
+    print(means[list(tools)].round(3).to_string())
     for condition in tasks.CONDITIONS:
         some = means.loc[condition]
         print(f"{condition} ({len(some)} sets), less the default:")
-        for method in [*VARIANTS, *names]:
+        for method in [*tools, *names]:
             ours = OURS + ", loss" * (method in names)
             print(f"  {method}: {told(some[method] - some[ours])}")
 
@@ -136,10 +158,11 @@ def main() -> None:
     for name, default in {"rows": 200_000, "columns": 50, "users": 8, "own": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sets", default="")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--data", type=Path)
     asked = parser.parse_args()
     if asked.sets:
-        growths(asked.sets.split(","), asked.users, asked.data)
+        growths(asked.sets.split(","), asked.users, asked.data, asked.variants.split(","))
         return
     if asked.folder is None:
         cost(asked.rows, asked.columns, asked.users, asked.own)

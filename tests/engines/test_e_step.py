@@ -29,7 +29,7 @@ from coterie.engines.remote.sites import LocalSites
 from coterie.errors import KnobError
 from coterie.mixture.answers import EStep
 from coterie.mixture.families import SOFTMAX
-from coterie.mixture.posterior import Priors
+from coterie.mixture.posterior import Priors, Rows
 from coterie.mixture.scaling import Scaling
 from coterie.privacy.privacy import Privacy
 from coterie.privacy.sums import SumsOnly
@@ -95,7 +95,7 @@ def test_rows_are_those_of_the_rows_themselves(answering: MakeEngine) -> None:
         mean, spread = x.mean(0), np.sqrt(np.square(x - x.mean(0)).mean(0))
         spread = np.maximum(spread, np.abs(x - mean).max(0) / 4)
         rows = np.column_stack([(inputs - mean) / spread, np.ones(len(inputs))])
-        np.testing.assert_allclose(got, asked.answer(asked.rows(inputs, targets)), atol=1e-12)
+        np.testing.assert_allclose(got, asked.answer(asked.rows(Rows(inputs, targets))), atol=1e-12)
         told = asked.read(got)
         share = len(peer) / max(SIZES)
         np.testing.assert_allclose(told.share, share)

@@ -224,7 +224,7 @@ def test_sums_are_all_that_is_used() -> None:
     scaling = Scaling.none(2, 1)
     ask = EStep("squared", scaling, priors, "gradient posterior", examples=50)
     sums = ask.read((ask.answer(peers[0]) + ask.answer(peers[1])) / 2)
-    x, y = (np.concatenate(each) for each in zip(*peers, strict=True))
+    x, y = (np.concatenate(each) for each in zip(*(rows[:2] for rows in peers), strict=True))
     np.testing.assert_allclose(sums.gradient[:, 0] / sums.share[0], -(x.T @ y) / 70)
     np.testing.assert_allclose(sums.loss / sums.share, np.square(y).mean() / 2)
     alone = [asked(priors).read(asked(priors).answer(rows)) for rows in peers]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coterie.mixture.families import SOFTMAX, SQUARED, Array, Family
+from coterie.mixture.posterior import Rows
 from coterie.trees.boosting import (
     Bins,
     Grown,
@@ -72,7 +73,12 @@ def everything(parts: list[tuple[Array, Array]], family: Family, how: str) -> Gr
     growing = grow(mine, bins, GROWTH)
     if how == "together":
         equal = np.ones((len(parts) - 1, 2))
-        return driven(growing, peers_here(bins, parts[1:], equal, family=family, growth=GROWTH))
+        return driven(
+            growing,
+            peers_here(
+                bins, [Rows(*each) for each in parts[1:]], equal, family=family, growth=GROWTH
+            ),
+        )
     sites = [part(each, np.ones((len(each[0]), 2)), family, bins) for each in parts[1:]]
 
     def ask(level: Level) -> Array:

@@ -172,15 +172,21 @@ def forest(peers: Sequence[ToolRows], n_classes: int) -> Fit:
 
 
 def closed_form(
-    peers: Sequence[ToolRows], n_classes: int, *, trees: bool = False, **growing: Any
+    peers: Sequence[ToolRows],
+    n_classes: int,
+    *,
+    trees: bool | Callable[..., Sequence[Candidates]] = False,
+    **growing: Any,
 ) -> Fit:
     """Fit coterie's own linear models in closed form, as `coterie.Mixture` does.
 
-    With trees as further candidates where it is asked for, and what `growing` says of them. It has
-    no strength to choose.
+    With trees as further candidates where it is asked for, and what `growing` says of them; or with
+    what a function like `coterie.trees.tree_candidates.candidates` makes. It has no strength to
+    choose.
     """
     from coterie.trees.tree_candidates import candidates
 
+    make = trees if callable(trees) else candidates
     family = SOFTMAX if n_classes else SQUARED
 
     def fit(own: ToolRows, strength: float) -> Predict:
@@ -190,7 +196,7 @@ def closed_form(
         )
 
         def grown(folds: Numbers) -> Sequence[Candidates]:
-            return candidates(mine, others_rows, family, folds, **growing) if trees else ()
+            return make(mine, others_rows, family, folds, **growing) if trees else ()
 
         fitted = fit_here(own.x, own.y, others, family, n_classes or 1, others=grown)
         model = fitted.served.model(family, intercept=True)

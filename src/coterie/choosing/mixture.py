@@ -21,16 +21,16 @@ from coterie.engines.engine import Answers, Engine
 from coterie.engines.peer.linear_rows import linear_of
 from coterie.errors import DataError, KnobError, did_you_mean
 from coterie.evaluation.evaluate import example_losses
-from coterie.evaluation.losses import PerExample
+from coterie.evaluation.losses import PerExample, value_and_weight
 from coterie.gradients.parameters import copied
 from coterie.learners.learner import Learner, NextStep
 from coterie.learners.spec import RunSpec
 from coterie.mixture.answers import TOLD
 from coterie.mixture.candidates import ALONE_KINDS, FOLDS, JUDGING, Candidates
-from coterie.mixture.families import LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
+from coterie.mixture.families import FAMILIES, LOGISTIC, POISSON, SOFTMAX, SQUARED, Array, Family
 from coterie.mixture.fit import Fitted, driven, fit, fit_here
 from coterie.mixture.mixing import MixtureEntry
-from coterie.mixture.posterior import Rows
+from coterie.mixture.posterior import Rows, believed
 from coterie.mixture.prior import (
     EXCHANGES,
     FEWEST_PEERS,
@@ -253,6 +253,11 @@ def family_of(loss: Loss) -> Family | None:
     )
 
 
+def weighted_family_of(loss: Loss) -> Family | None:
+    """Return the same, also of one whose rows count by a weight beside their targets."""
+    return family_of(loss.plain if isinstance(loss, PerExample) and loss.plain else loss)
+
+
 def _same(one: Any, other: Any) -> bool:
     return (
         one is None and other is None
@@ -263,7 +268,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def why_not_linear(spec: RunSpec) -> str | None:
     """Return why a run cannot be fitted in closed form; None where it can."""
-    layer, family = linear_of(spec.model), family_of(spec.loss)
+    layer, family = linear_of(spec.model), weighted_family_of(spec.loss)
     if layer is None:
         return "the model is not one `nn.Linear`"
     if family is None:
@@ -294,6 +299,8 @@ def fits(examples: Examples, columns: int, outputs: int, family: Family) -> bool
     if (about := (columns, outputs, family.name)) not in known:
         held = isinstance(examples, InMemory) and row_size(examples) == columns
         targets = examples.targets if isinstance(examples, InMemory) and held else None
+        if family.name in FAMILIES:
+            targets, _ = value_and_weight(targets)
         known[about] = isinstance(targets, Tensor) and family.fits(targets, outputs)
     return known[about]
 
@@ -302,13 +309,13 @@ _FITS: WeakKeyDictionary[Examples, dict[tuple[int, int, str], bool]] = WeakKeyDi
 """What was found of examples, which many runs look at."""
 
 
-def numbers_of(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
-    """Return inputs (n, D) and targets (n, K) of examples."""
-    flat, targets = held_numbers(examples, family, outputs)
-    return flat.astype(np.float64), targets
+def numbers_of(examples: Examples, family: Family, outputs: int) -> Rows:
+    """Return inputs (n, D) and targets (n, K) of examples, and what each counts."""
+    flat, targets, counts = held_numbers(examples, family, outputs)
+    return Rows(flat.astype(np.float64), targets, counts)
 
 
-def held_numbers(examples: Examples, family: Family, outputs: int) -> tuple[Array, Array]:
+def held_numbers(examples: Examples, family: Family, outputs: int) -> Rows:
     """Return the same, inputs in the precision that they have, and where they are if possible."""
     if isinstance(examples, InMemory):
         inputs, targets = examples.inputs, examples.targets
@@ -316,21 +323,25 @@ def held_numbers(examples: Examples, family: Family, outputs: int) -> tuple[Arra
         inputs, targets = examples.take(torch.arange(len(examples)))
     flat = inputs.detach().cpu().flatten(1)
     flat = flat.double() if flat.dtype == torch.bfloat16 else flat
-    return flat.numpy(), family.targets(targets.detach().cpu().numpy(), outputs)
+    values, weights = value_and_weight(targets)
+    counts = None if weights is None else believed(weights.detach().cpu().double().numpy())
+    numbers = family.targets(values.detach().cpu().numpy(), outputs)
+    return Rows(flat.numpy(), numbers, counts)
 
 
 def linear_losses(spec: RunSpec) -> Callable[[frozenset[str]], Array]:
     """Return what gives the out-of-fold losses of the own rows with a coalition of peers, in closed form."""
-    layer, family = linear_of(spec.model), family_of(spec.loss)
+    layer, family = linear_of(spec.model), weighted_family_of(spec.loss)
     if layer is None or family is None:
         raise AssertionError("a run that is not linear has other losses")
     k, intercept = layer.out_features, layer.bias is not None
-    x, y = numbers_of(spec.me.examples, family, k)
+    x, y, counts = numbers_of(spec.me.examples, family, k)
     rows = {peer.name: numbers_of(peer.examples, family, k) for peer in spec.peers}
 
     def losses(who: frozenset[str]) -> Array:
         peers = [rows[name] for name in rows if name in who]
-        return fit_here(x, y, peers, family, k, intercept=intercept).served.losses
+        settings: dict[str, Any] = {"weights": counts, "intercept": intercept}
+        return fit_here(x, y, peers, family, k, **settings).served.losses
 
     return losses
 
@@ -352,7 +363,7 @@ class ClosedForm(Learner):
     ) -> None:
         super().__init__(spec, engine, costs)
         self.single, self.trees = asked.single, asked.trees
-        layer, family = linear_of(spec.model), family_of(spec.loss)
+        layer, family = linear_of(spec.model), weighted_family_of(spec.loss)
         if layer is None or family is None:
             raise AssertionError("a run that is not linear was to have another rule")
         self.spec, self.layer, self.family = spec, layer, family
@@ -378,36 +389,36 @@ class ClosedForm(Learner):
 
     def _fit(self) -> Fitted:
         spec, family, intercept = self.spec, self.family, self.layer.bias is not None
-        x, y = held_numbers(spec.me.examples, family, self.layer.out_features)
+        x, y, counts = held_numbers(spec.me.examples, family, self.layer.out_features)
         scaling = Scaling.of(x, y, family, intercept=intercept)
         validation = spec.me.validation
         held_out: Rows | None = (
-            None if validation is None else scaling.rows(*self._numbers(validation))
+            None if validation is None else scaling.rows(*self._rows(validation))
         )
         seed = random_key(spec.seed, f"{spec.me.name}/folds") % 2**32
         how: dict[str, Any] = {"seed": seed, "held_out": held_out, "single": self.single}
         how["signs"] = self.signs
         if self.trees:
-            others = partial(self._trees, (x.astype(np.float64), y), seed)
+            others = partial(self._trees, Rows(x.astype(np.float64), y, counts), seed)
             how |= {"others": others, "linear": self.trees != "only"}
         many = len(x) > JUDGING and not self.trees
-        rows = ManyRows.of(x, y, scaling) if many else scaling.rows(x, y)
+        rows = ManyRows.of(x, y, scaling, counts) if many else scaling.rows(x, y, counts)
         fitting = fit(rows, family, scaling, len(self.engine.names), **how)
         return driven(fitting, self.e_steps.asking(family, scaling))
 
-    def _trees(self, own: tuple[Array, Array], seed: int, folds: Array) -> Sequence[Candidates]:
+    def _trees(self, own: Rows, seed: int, folds: Array) -> Sequence[Candidates]:
         from coterie.trees.tree_candidates import candidates
 
         here = self.engine.capabilities.local
         peers = [peer.examples for peer in self.spec.peers if here]
         validation = self.spec.me.validation
-        held_out = None if validation is None else Rows(*self._numbers(validation)).finite().inputs
-        given = [Rows(*self._numbers(each)).finite() for each in peers]
+        held_out = None if validation is None else self._rows(validation).finite().inputs
+        given = [self._rows(each).finite() for each in peers]
         elsewhere = None if here or not self.engine.names else self._histograms
         settings: dict[str, Any] = {"held_out": held_out, "seed": seed, "elsewhere": elsewhere}
         settings["growth"] = GROWTH._replace(signs=self.signs)
         settings["layer"] = self.trees == "personal"
-        return candidates(Rows(*own).finite(), given, self.family, folds, **settings)
+        return candidates(own.finite(), given, self.family, folds, **settings)
 
     def _histograms(self, asked: Histograms) -> Array | None:
         """Ask peers elsewhere about a level of trees; return sums over those whose histograms can be."""
@@ -433,7 +444,7 @@ class ClosedForm(Learner):
         self.e_steps.note(left_out)
         return sum(sums[1:], sums[0]) if sums else None
 
-    def _numbers(self, examples: Examples) -> tuple[Array, Array]:
+    def _rows(self, examples: Examples) -> Rows:
         return numbers_of(examples, self.family, self.layer.out_features)
 
     def _take(self, fitted: Fitted) -> None:
@@ -498,7 +509,9 @@ class ClosedForm(Learner):
 
     def _on(self, examples: Examples, entry: MixtureEntry) -> Array:
         """Return the losses of what an entry would serve."""
-        return example_losses(self._model(entry), self.spec.loss, examples).numpy()
+        losses = example_losses(self._model(entry), self.spec.loss, examples).numpy()
+        counts = self._rows(examples).weights
+        return losses if counts is None else losses * counts / counts.mean()
 
 
 def account_of(

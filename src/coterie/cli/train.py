@@ -113,8 +113,7 @@ def _in_closed_form(
         if each.name != "seed"
     )
     knobs = bool(rule.knob or rule.tau or rule.alpha or rule.beta)
-    weighted = table.weights is not None or table.class_weight is not None
-    plain = not (weighted or where.secure_sums or where.attack is not None)
+    plain = not (table.class_weight is not None or where.secure_sums or where.attack is not None)
     signs = [f"monotonic_cst={rule.signs!r}"] if rule.signs else []
     kinds = {"auto": ["trees=True"], "trees": ["trees=only"], "linear": []}
     if where.engine != "in-process" and table.me == ALL:  # where all train
@@ -124,14 +123,15 @@ def _in_closed_form(
     if rule.rule != "auto" or stepwise or knobs or not plain or options.model not in kinds:
         if options.model == "trees":
             raise KnobError(
-                "`--model trees` takes no steps, and needs rows that count alike and one user who"
-                " trains; leave out `--rule`, what says how steps are taken, `--weights`, `--me all`"
-                " over processes and `--secure-sums`"
+                "`--model trees` takes no steps, and needs classes that count alike and one user who"
+                " trains; leave out `--rule`, what says how steps are taken, `--class-weight`,"
+                " `--me all` over processes and `--secure-sums`"
             )
         if signs and rule.rule != "mixture":
             raise KnobError(
                 "`--monotone` is for models in closed form; leave out another `--rule` than mixture,"
-                " `--model mlp`, what says how steps are taken, `--weights` and `--secure-sums`"
+                " `--model mlp`, what says how steps are taken, `--class-weight` and"
+                " `--secure-sums`"
             )
         rule = replace(rule, knob=[*rule.knob, *signs])
         return table, rule, replace(options, model=_linear(options.model))

@@ -32,6 +32,8 @@ class PerExample:
         weights: what each of those counts in the mean, a function of the targets; all the same when
             None. The loss of a batch is the sum of what `each` returns over the sum of these, so
             that `each` has the weight in it.
+        plain: the loss of torch that it is, where targets are a dict of "value" and "weight", and
+            the weight is all that it adds. It may then be fitted in closed form.
 
     Example:
         >>> each = lambda output, targets: (output - targets["value"]).square() * targets["weight"]
@@ -44,6 +46,7 @@ class PerExample:
     weights: Callable[[Any], Tensor] | None = None
     # several models' outputs may be passed as one's
     of_torch: bool = field(default=False, repr=False)
+    plain: Loss | None = field(default=None, repr=False)
 
     def __call__(self, output: Any, targets: Tree) -> Tensor:
         """Return the mean loss of a batch.
@@ -119,6 +122,20 @@ def model_loss(output: Any, targets: Tree = None) -> Tensor:  # a loss takes bot
             "the model's output has no `loss`; give the model what it computes it from, as `labels`"
         )
     return cast("Tensor", loss)
+
+
+def value_and_weight(targets: Tree) -> tuple[Tree, Tensor | None]:
+    """Return targets, and the weight of each where it is beside them.
+
+    Example:
+        >>> value_and_weight({"value": torch.zeros(1), "weight": torch.ones(1)})
+        (tensor([0.]), tensor([1.]))
+        >>> value_and_weight(torch.zeros(1))
+        (tensor([0.]), None)
+    """
+    if isinstance(targets, dict) and set(targets) == {"value", "weight"}:
+        return targets["value"], targets["weight"]
+    return targets, None
 
 
 def as_loss(loss: Loss) -> Loss:

@@ -145,24 +145,26 @@ class EStep:
         """Return what must be the same for rows to be in the same units."""
         return self.family, *(each.tobytes() for each in self.scaling[:4])
 
-    def rows(self, inputs: Array, targets: Array) -> Rows:
+    def rows(self, rows: Rows) -> Rows:
         """Return a peer's rows in user 0's units, without values beyond all that user 0 knows.
 
         A row that holds a number that is not finite does not count.
         """
-        return self.scaling.clipped(self.scaling.rows(inputs, targets).finite())
+        return self.scaling.clipped(self.scaling.rows(*rows).finite())
 
     def scaled(self, users: "StackedUsers") -> "StackedUsers | None":
         """Return several peers' rows in user 0's units, see `rows`; None where one has no such number."""
         stack, there = users.rows, users.there
-        flat = (each.reshape(-1, each.shape[-1]) for each in stack)
+        flat = (each.reshape(-1, each.shape[-1]) for each in stack[:2])
         with np.errstate(over="ignore"):
             rows = self.scaling.rows(*flat)
-        if not all(np.isfinite(each).all() for each in rows):
+        if not all(np.isfinite(each).all() for each in rows[:2]):
             return None
-        inputs, targets = (each.reshape(*there.shape, -1) for each in self.scaling.clipped(rows))
+        clipped = self.scaling.clipped(rows)[:2]
+        inputs, targets = (each.reshape(*there.shape, -1) for each in clipped)
         if not there.all():
-            inputs, targets = inputs * there[..., None], targets * there[..., None]
+            kept = (there > 0)[..., None]
+            inputs, targets = inputs * kept, targets * kept
         return StackedUsers(Rows(inputs, targets), there, users.counts)
 
     def answer(self, rows: Rows, size: float | None = None, norm: float | None = None) -> Array:
@@ -174,8 +176,9 @@ class EStep:
             norm: what its gradient is clipped to. Where it is infinite, nothing but a posterior has
                 a bound: under masks a gradient that is cut would tell of this peer alone.
         """
-        said = None if size is None else np.array([size])
-        answers: Array = self.answers(StackedUsers.of([rows]), said, norm)[0]
+        users = StackedUsers.of([rows])
+        said = None if size is None else size * users.counts / max(1, len(rows.inputs))
+        answers: Array = self.answers(users, said, norm)[0]
         return answers
 
     def answers(
@@ -288,20 +291,24 @@ class StackedUsers(NamedTuple):
     """
 
     rows: Rows  # (S, n, D) and (S, n, K)
-    there: Array  # (S, n): 1 where a row is no filling
-    counts: Array  # (S,)
+    there: Array  # (S, n): what a row counts, 1 where nothing says so; 0 where it is filling
+    counts: Array  # (S,): the sums of these
 
     @classmethod
     def of(cls, users: Sequence[Rows]) -> "StackedUsers":
         """Return the stack of some users' rows."""
         counts = np.array([len(rows.inputs) for rows in users])
         there = np.arange(max(1, counts.max())) < counts[:, None]
-        if len(users) == 1 and counts[0]:
-            return cls(Rows(*(each[None] for each in users[0])), there.astype(np.float64), counts)
-        stacks = [np.zeros((*there.shape, each.shape[1])) for each in users[0]]
-        for stack, each in zip(stacks, zip(*users, strict=True), strict=True):
-            stack[there] = np.concatenate(each)
-        return cls(Rows(*stacks), there.astype(np.float64), counts)
+        weights = there.astype(np.float64)
+        if any(rows.weights is not None for rows in users):
+            weights[there] = np.concatenate([rows.counts for rows in users])
+            counts = weights.sum(1)
+        if len(users) == 1 and there.all():
+            return cls(Rows(*(each[None] for each in users[0][:2])), weights, counts)
+        stacks = [np.zeros((*there.shape, each.shape[1])) for each in users[0][:2]]
+        for i, stack in enumerate(stacks):
+            stack[there] = np.concatenate([rows[i] for rows in users])
+        return cls(Rows(*stacks), weights, counts)
 
     def some(self, which: slice | Array) -> "StackedUsers":
         """Return some of the users."""
@@ -313,7 +320,7 @@ class StackedUsers(NamedTuple):
         """Return stacks of users who have about as many rows, each with the places of its users."""
         stacks, counts = list[tuple[Array, StackedUsers]](), [len(rows.inputs) for rows in users]
         order, begin = np.argsort(counts, kind="stable"), 0
-        width = sum(each.shape[1] for each in users[0]) if users else 1
+        width = sum(each.shape[1] for each in users[0][:2]) if users else 1
         for end in range(1, len(order) + 1):
             most = counts[order[end]] if end < len(order) else math.inf
             near = most <= max(FEW_ROWS, 1.25 * counts[order[begin]])
@@ -330,18 +337,19 @@ def _told(
 ) -> dict[str, Array]:
     """Return what is wanted of users' rows, (S, P) or (S, P, D, K), before it has a share or a bound."""
     rows, s, p = users.rows, len(users.counts), len(priors.noise)
-    n, found = np.maximum(1, users.counts)[:, None], {"share": np.array(1.0)}
+    n, found = np.where(users.counts > 0, users.counts, 1)[:, None], {"share": np.array(1.0)}
+    counted = rows.inputs * users.there[..., None]
     if wanted & {"gradient", "curvature"}:  # at the same points for all, (S, n, P, K)
         over, targets = n[..., None, None], rows.targets[:, :, None]
         outputs = outputs_of(rows.inputs.reshape(-1, rows.inputs.shape[2]), priors.mean)
         outputs = outputs.reshape(*users.there.shape, *outputs.shape[1:])
         predicted = family.predict(outputs)
-        # the filling's inputs are zero, so that it counts in losses alone
-        found["gradient"] = _back(rows.inputs, predicted - targets) / over
+        found["gradient"] = _back(counted, predicted - targets) / over
         losses = family.losses(outputs, targets)
         found["loss"] = (users.there[:, None] @ losses)[:, 0] / n
         if "curvature" in wanted:
-            found["curvature"] = _back(np.square(rows.inputs), family.curvature(predicted)) / over
+            squares = counted * rows.inputs
+            found["curvature"] = _back(squares, family.curvature(predicted)) / over
     if "posterior" not in wanted:
         return found
 
@@ -356,8 +364,8 @@ def _told(
     found["residual"] = np.array(0.0)
     if family.is_squared:
         targets = targets_of(rows, s * p)
-        errors = np.square((targets - outputs_of(rows.inputs, at)) * there[..., None])
-        squares = np.repeat(np.square(rows.inputs).sum(1), p, 0).T[..., None]  # (D, S P, 1)
+        errors = np.square(targets - outputs_of(rows.inputs, at)) * there[..., None]
+        squares = np.repeat((counted * rows.inputs).sum(1), p, 0).T[..., None]  # (D, S P, 1)
         whole = of_each(errors.sum((0, 2)) + (squares * width).sum((0, 2)))
         found["residual"] = whole / (n * targets.shape[2])
     first = of_each(at - mean)

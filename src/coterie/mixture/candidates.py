@@ -128,7 +128,8 @@ class OwnRows:
     """
 
     rows: Rows  # what is fitted to
-    seen: Array  # (n, V): which of them each view sees: all, then all but each fold
+    # (n, V): what each counts in each view, 0 where it is not seen: all, then all but each fold
+    seen: Array
     counts: Array  # (V,): how many rows that stands for
     guesses: Array  # (V, K): the outputs of the constant
     judging: Rows  # what judges
@@ -150,20 +151,21 @@ class OwnRows:
         if folds is None:
             count = max(1, min(FOLDS, n // 2))
             folds = folds_of(rows.targets, count, seed, classes=not family.is_squared)
-        of_all = guesses(family, rows.targets, folds)
-        counts = n - np.append(0, np.bincount(folds)).astype(np.float64)
+        of_all = guesses(family, rows.targets, folds, rows.weights)
+        each = rows.counts
+        counts = each.sum() - np.append(0.0, np.bincount(folds, each))
         if whole or n <= (JUDGING if most is None else most):
             few = rows.some(np.arange(n)) if isinstance(rows, ManyRows) else rows
-            return cls(few, _seen(folds), counts, of_all, few, folds)
+            return cls(few, _seen(folds, few.counts), counts, of_all, few, folds)
         chosen = sample_of(n, seed, most)
         judging, judges = rows.some(chosen), folds[chosen]
         if family.is_squared:
-            each = [summed(rows, folds == q) for q in range(int(folds.max()) + 1)]
-            folds = np.repeat(np.arange(len(each)), [len(one.targets) for one in each])
-            fitted = Rows(*(np.concatenate(part) for part in zip(*each, strict=True)))
+            parts = [summed(rows, folds == q) for q in range(int(folds.max()) + 1)]
+            folds = np.repeat(np.arange(len(parts)), [len(one.targets) for one in parts])
+            fitted = Rows(*(np.concatenate([one[i] for one in parts]) for i in (0, 1)))
         else:
             fitted = rows.some(np.arange(n)) if isinstance(rows, ManyRows) else rows
-        return cls(fitted, _seen(folds), counts, of_all, judging, judges)
+        return cls(fitted, _seen(folds, fitted.counts), counts, of_all, judging, judges)
 
 
 def sample_of(n: int, seed: int = 0, most: int | None = None) -> Array:
@@ -184,19 +186,19 @@ def some_of(n: int) -> slice:
     return slice(None, None, max(1, -(-n // REFITTED_ON)))
 
 
-def _seen(folds: Array) -> Array:
-    """Return which rows each view sees, (n, V)."""
-    return np.column_stack(
-        [np.ones(len(folds)), *(folds != q for q in range(int(folds.max()) + 1))]
-    )
+def _seen(folds: Array, counts: Array) -> Array:
+    """Return what rows count in each view, (n, V)."""
+    views = range(int(folds.max()) + 1)
+    return np.column_stack([counts, *(counts * (folds != q) for q in views)])
 
 
 def summed(rows: Rows | ManyRows, which: Array) -> Rows:
-    """Return few rows with the sums of squares and products of those that are asked for."""
+    """Return few rows with the sums of squares and products of those that are asked for, by weight."""
     left, both, width = np.flatnonzero(which), None, 0
     for part in np.array_split(left, max(1, len(left) // AT_ONCE)):
         some = rows.some(part)
-        more, width = np.concatenate(some, 1), some.inputs.shape[1]
+        more, width = np.concatenate(some[:2], 1), some.inputs.shape[1]
+        more = more if some.weights is None else more * np.sqrt(some.weights)[:, None]
         both = np.asarray(
             np.linalg.qr(more if both is None else np.concatenate([both, more]), mode="r")
         )
@@ -311,7 +313,7 @@ def constant(own: OwnRows, scaling: Scaling) -> Candidates:
     )
 
 
-def guesses(family: Family, targets: Array, folds: Array) -> Array:
+def guesses(family: Family, targets: Array, folds: Array, weights: Array | None = None) -> Array:
     """Return the outputs of the constant, (views, K): for all rows, then without each fold.
 
     Example:
@@ -319,16 +321,17 @@ def guesses(family: Family, targets: Array, folds: Array) -> Array:
         >>> guesses(SQUARED, np.array([[1.0], [3.0]]), np.array([0, 1])).ravel().tolist()
         [2.0, 3.0, 1.0]
     """
+    counts = np.ones(len(folds)) if weights is None else weights
     if len(folds) <= JUDGING:
-        seen = _seen(folds)
+        seen = _seen(folds, counts)
         total, n = seen.T @ targets, seen.sum(0)[:, None]
     else:  # by sums of each fold: which view sees which row would be larger than the rows
-        counts = np.bincount(folds)
-        of_each = np.column_stack([np.bincount(folds, each) for each in targets.T])
+        of_each = np.column_stack([np.bincount(folds, counts * each) for each in targets.T])
         total = of_each.sum(0) - np.vstack([np.zeros_like(of_each[:1]), of_each])
-        n = (len(folds) - np.append(0.0, counts))[:, None]
+        n = (counts.sum() - np.append(0.0, np.bincount(folds, counts)))[:, None]
     even = {"softmax": 1 / targets.shape[1], "logistic": 0.5}.get(family.name)
-    return family.link(total / np.maximum(n, 1) if even is None else (total + even) / (n + 1))
+    whole = np.where(n > 0, n, 1)
+    return family.link(total / whole if even is None else (total + even) / (n + 1))
 
 
 def _spread(array: Array, views: int) -> Array:

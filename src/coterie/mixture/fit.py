@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -99,16 +99,16 @@ def fit(
     if linear:
         found, more = yield from linear_candidates(own, family, scaling, peers)
         candidates += more
-    validated = None
+    validated = of_each = None
     if held_out is not None:
-        inputs, validated = scaling.unscaled(held_out)
+        inputs, validated, of_each = scaling.unscaled(held_out)
         candidates = [one.on(inputs) for one in candidates]
     candidates += others(own.folds) if others else ()
     candidates = [one for each in candidates if (one := each.monotone(signs)).many]
     targets = scaling.outputs(own.judging.targets)
-    served, by_alone, entries = mix(
-        family, targets, own.folds, candidates, held_out=validated, single=single
-    )
+    settings: dict[str, Any] = {"held_out": validated, "held_out_counts": of_each}
+    settings |= {"counts": own.judging.weights, "single": single}
+    served, by_alone, entries = mix(family, targets, own.folds, candidates, **settings)
     tau = np.zeros(0) if found is None else found.tau[0]
     return Fitted.of(served, by_alone, entries, tau, folds=own.seen.shape[1] - 1, family=family)
 
@@ -165,7 +165,7 @@ def driven(asking: Generator[PriorQuestion, PriorAnswer, T], ask: Ask) -> T:
 
 def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
     """Return what asks peers whose scaled rows are at hand."""
-    heard, examples = Heard(), float(max((len(rows.inputs) for rows in peers), default=1))
+    heard, examples = Heard(), float(max((rows.counts.sum() for rows in peers), default=1))
     stacks = StackedUsers.by_size([rows.finite() for rows in peers])
 
     def ask(question: PriorQuestion) -> PriorAnswer:
@@ -182,10 +182,11 @@ def asks_here(peers: Sequence[Rows], family: Family) -> Ask:
 def fit_here(
     inputs: Array,
     targets: Array,
-    peers: Sequence[tuple[Array, Array]],
+    peers: Sequence[tuple[Array, Array] | Rows],
     family: Family,
     outputs: int = 1,
     *,
+    weights: Array | None = None,
     intercept: bool = True,
     seed: int = 0,
     others: Others | None = None,
@@ -196,9 +197,10 @@ def fit_here(
     Args:
         inputs: user 0's, (n, D).
         targets: user 0's: classes, or numbers of shape (n, K).
-        peers: the same of each peer.
+        peers: the same of each peer, and what its rows count, if not 1.
         family: of the loss.
         outputs: K, as many as there are classes.
+        weights: what user 0's rows count.
         intercept: whether the model has one.
         seed: of the folds.
         others: makes further candidates, see `fit`.
@@ -214,9 +216,9 @@ def fit_here(
     """
     scaling = Scaling.of(inputs, family.targets(targets, outputs), family, intercept=intercept)
 
-    def scaled(x: Array, y: Array) -> Rows:
-        return scaling.rows(x, family.targets(y, outputs))
+    def scaled(x: Array, y: Array, counts: Array | None = None) -> Rows:
+        return scaling.rows(x, family.targets(y, outputs), counts)
 
-    rows = scaled(inputs, targets)
+    rows = scaled(inputs, targets, weights)
     fitting = fit(rows, family, scaling, len(peers), seed=seed, others=others, single=single)
-    return driven(fitting, asks_here([scaling.clipped(scaled(x, y)) for x, y in peers], family))
+    return driven(fitting, asks_here([scaling.clipped(scaled(*peer)) for peer in peers], family))

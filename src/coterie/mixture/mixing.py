@@ -44,7 +44,8 @@ class MixtureEntry:
     """A line of the leaderboard: candidates of a kind, or of several, mixed."""
 
     weight: float  # its share of what is served
-    # (n,): the caller's loss of each own row under models, and weights, that did not see its fold
+    # (n,): the caller's loss of each own row under models, and weights, that did not see its fold;
+    # where rows count differently, times what the row counts over the mean of that
     losses: Array
     # (D, K): of its linear candidates, mixed, the intercept last; empty where there are none
     parameters: Array
@@ -85,7 +86,9 @@ def mix(
     folds: Array,
     candidates: Sequence[Candidates],
     *,
+    counts: Array | None = None,
     held_out: Array | None = None,
+    held_out_counts: Array | None = None,
     single: bool = False,
     temperature: float = TEMPERATURE,
 ) -> Leaderboard:
@@ -98,7 +101,9 @@ def mix(
         targets: of the own rows, (n, K).
         folds: of each own row, (n,).
         candidates: blocks of them; at least one asks no peer.
+        counts: what each own row counts, as evidence and in losses that are told; 1 when None.
         held_out: targets of validation rows, (m, K): all blocks have outputs for them.
+        held_out_counts: what each of these counts; 1 when None.
         single: give all weight to the best candidate of each entry.
         temperature: of the weights.
 
@@ -141,16 +146,19 @@ def mix(
     known = [block.by_fold for block in candidates if block.by_fold is not None]
     refitted = np.concatenate(known, 2) if len(known) == len(candidates) else None
     prior = halves(alone)
-    further, more = np.zeros(len(kinds)), 0 if held_out is None else len(held_out)
-    if held_out is not None and more:
+    further, more = np.zeros(len(kinds)), 0.0
+    if held_out is not None and len(held_out):
         blocks = [block.held_out for block in candidates]
         if any(block is None for block in blocks):
             raise ValueError("every block of candidates needs outputs for the validation rows")
-        further = family.losses(np.concatenate(blocks, 1), held_out[:, None]).sum(0)  # type: ignore[arg-type]
+        losses = family.losses(np.concatenate(blocks, 1), held_out[:, None])  # type: ignore[arg-type]
+        of_each = np.ones(len(held_out)) if held_out_counts is None else held_out_counts
+        further, more = (losses * of_each[:, None]).sum(0), float(of_each.sum())
 
     def found(which: Array) -> Mixed:
         return mixed(
             *(family, outputs[:, which], targets, folds, prior[which]),
+            counts=counts,
             further=(further[which], more),
             by_fold=None if refitted is None else refitted[:, :, which],
             parts=parts[which],
@@ -158,7 +166,12 @@ def mix(
             temperature=temperature,
         )
 
-    aims = targets[some_of(len(targets))]
+    some = some_of(len(targets))
+    relative = np.ones(len(targets)) if counts is None else counts / counts.mean()
+
+    def told(outputs: Array, rows: slice = slice(None)) -> Array:
+        return family.reported_losses(outputs, targets[rows]) * relative[rows]
+
     whole = found(np.ones(len(kinds), dtype=bool))
 
     def entry(which: Array) -> MixtureEntry:
@@ -183,10 +196,10 @@ def mix(
                 others.append((share, Predictor(behind(at))))
         return MixtureEntry(
             float(whole.weights[which].sum()),
-            family.reported_losses(one.outputs, targets),
+            told(one.outputs),
             mean,
             tuple(others),
-            np.array([family.reported_losses(each, aims).mean() for each in one.of_folds]),
+            np.array([told(each, some).mean() for each in one.of_folds]),
         )
 
     entries = {kind: entry(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
@@ -259,7 +272,8 @@ def mixed(
     folds: Array,
     prior: Array,
     *,
-    further: tuple[Array, int] | None = None,
+    counts: Array | None = None,
+    further: tuple[Array, float] | None = None,
     by_fold: Array | None = None,
     parts: Array | None = None,
     single: bool = False,
@@ -273,6 +287,7 @@ def mixed(
         targets: (n, K).
         folds: of each row, (n,).
         prior: π, (J,).
+        counts: what each row counts; 1 when None.
         further: sums of losses on rows that no candidate saw, (J,), and how many rows.
         by_fold: outputs for some rows by the models without each fold, (F, m, J, K).
         parts: the model that each candidate needs, (J,); 0 where it is linear, and mixed by its
@@ -289,12 +304,14 @@ def mixed(
         (array([1., 0.]), 0.0)
     """
     losses = np.nan_to_num(family.losses(outputs, targets[:, None]), nan=np.inf)
+    of_each = np.ones(len(folds)) if counts is None else counts
+    losses = losses * of_each[:, None]
     k, n_folds = targets.shape[1], int(folds.max()) + 1
     which = np.zeros(len(prior), dtype=np.int64) if parts is None else parts
 
     def weights_by(rows: Array) -> Array:
         total, count = further or (0.0, 0)
-        told = losses[rows].sum(0) + total, float(rows.sum()) + count, k
+        told = losses[rows].sum(0) + total, float(of_each[rows].sum()) + count, k
         weights = weights_of(*told, prior, family, temperature=temperature)
         if single:
             weights = (np.arange(len(weights)) == weights.argmax()).astype(np.float64)

@@ -41,15 +41,37 @@ class Rows(NamedTuple):
 
     inputs: Array
     targets: Array
+    weights: Array | None = None  # (n,): what each row counts; 1 when None
 
     def finite(self) -> "Rows":
-        """Return the rows that hold nothing but finite numbers."""
+        """Return the rows that hold nothing but finite numbers, and count."""
         fine = np.isfinite(self.inputs).all(1) & np.isfinite(self.targets).all(1)
+        if self.weights is not None:
+            fine &= self.weights > 0
         return self if fine.all() else self.some(np.flatnonzero(fine))
 
     def some(self, places: Array) -> "Rows":
         """Return some of a user's rows."""
-        return Rows(self.inputs[places], self.targets[places])
+        weights = None if self.weights is None else self.weights[places]
+        return Rows(self.inputs[places], self.targets[places], weights)
+
+    @property
+    def counts(self) -> Array:
+        """What each row counts, (n,)."""
+        return np.ones(len(self.targets)) if self.weights is None else self.weights
+
+
+def believed(weights: Array) -> Array:
+    """Return weights of rows as they count: they sum to as many rows as would say as much (Kish).
+
+    What they are all multiplied by does not matter.
+
+    Example:
+        >>> believed(np.array([2.0, 2.0])), believed(np.array([6.0, 2.0])).sum()
+        (array([1., 1.]), np.float64(1.6))
+    """
+    whole: Array = weights * (weights.sum() / max(1e-300, float(np.square(weights).sum())))
+    return whole
 
 
 class Priors(NamedTuple):

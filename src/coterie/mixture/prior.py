@@ -235,7 +235,7 @@ def find_priors(own: OwnRows, family: Family, peers: int, *, intercept: bool = T
         peers: how many there are, N.
         intercept: whether the last column is one.
     """
-    units, views = Units.of(own.rows.inputs, own.counts[0]), own.seen.shape[1]
+    units, views = Units.of(own.rows.inputs, own.seen[:, 0], own.counts[0]), own.seen.shape[1]
     judged, alike = NearestMixture(views, peers), np.full((1, peers), 1 / peers)
     pooled = yield from _pooled(own, family, judged, units=units)
     joint = yield from _joint(own, family, alike, pooled, units=units, intercept=intercept)
@@ -264,10 +264,10 @@ class Units(NamedTuple):
     moments: Array  # (D,): of the rows in each of its directions
 
     @classmethod
-    def of(cls, inputs: Array, n: float) -> "Units":
+    def of(cls, inputs: Array, counts: Array, n: float) -> "Units":
         """Return the directions of the second moments of n rows, which few rows know little of."""
         d = inputs.shape[1]
-        moments = inputs.T @ inputs / max(1, n)
+        moments = (inputs * counts[:, None]).T @ inputs / max(1, n)
         own, size = n / (n + d), np.diag(moments)
         # what is constant here may not be so at peers
         shrunk = own * moments + np.diag(np.where(size > 1e-3, (1 - own) * size, 1.0))

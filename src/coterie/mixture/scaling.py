@@ -63,11 +63,12 @@ class Scaling(NamedTuple):
         spreads = [spread(n) for n in (columns, outputs) for spread in (np.zeros, np.ones)]
         return cls(spreads[0], spreads[1], spreads[2], spreads[3], intercept=False)
 
-    def rows(self, inputs: Array, targets: Array) -> Rows:
+    def rows(self, inputs: Array, targets: Array, weights: Array | None = None) -> Rows:
         """Return rows in these units, with a column of ones where there is an intercept."""
         columns = [(np.asarray(inputs, dtype=np.float64) - self.shift) / self.scale]
         columns += [np.ones((len(inputs), 1))] if self.intercept else []
-        return Rows(np.concatenate(columns, 1), (targets - self.target_shift) / self.target_scale)
+        scaled = (targets - self.target_shift) / self.target_scale
+        return Rows(np.concatenate(columns, 1), scaled, weights)
 
     def unscaled(self, rows: Rows) -> Rows:
         """Return rows in the caller's units, the column of ones kept."""
@@ -75,11 +76,12 @@ class Scaling(NamedTuple):
         inputs = np.column_stack(
             [rows.inputs[:, :columns] * self.scale + self.shift, rows.inputs[:, columns:]]
         )
-        return Rows(inputs, self.outputs(rows.targets))
+        return Rows(inputs, self.outputs(rows.targets), rows.weights)
 
     def clipped(self, rows: Rows) -> Rows:
         """Return a peer's rows without values beyond all that user 0 knows."""
-        return Rows(*(np.clip(each, -FARTHEST, FARTHEST) for each in rows))
+        inputs, targets = (np.clip(each, -FARTHEST, FARTHEST) for each in rows[:2])
+        return Rows(inputs, targets, rows.weights)
 
     def outputs(self, outputs: Array) -> Array:
         """Return outputs (…, K) in the caller's units."""
@@ -106,25 +108,36 @@ class ManyRows(NamedTuple):
     inputs: Array  # (n, columns), in the caller's units, of any precision
     targets: Array  # (n, K), scaled
     scaling: Scaling
+    weights: Array | None = None  # as in `Rows`
 
     @classmethod
-    def of(cls, inputs: Array, targets: Array, scaling: Scaling) -> "ManyRows":
-        """Return the rows of which all numbers are finite."""
+    def of(
+        cls, inputs: Array, targets: Array, scaling: Scaling, weights: Array | None = None
+    ) -> "ManyRows":
+        """Return the rows of which all numbers are finite, and that count."""
         fine = np.concatenate(
             [
                 np.isfinite(inputs[some]).all(1) & np.isfinite(targets[some]).all(1)
                 for some in pieces(len(inputs))
             ]
         )
+        fine &= True if weights is None else weights > 0
         if not fine.all():
             inputs, targets = inputs[fine], targets[fine]
+            weights = None if weights is None else weights[fine]
         scaled = (targets - scaling.target_shift) / scaling.target_scale
-        return cls(inputs, scaled, scaling)
+        return cls(inputs, scaled, scaling, weights)
 
     def some(self, places: Array) -> Rows:
         """Return some of them, scaled."""
         targets = self.targets[places]
-        return Rows(self.scaling.rows(self.inputs[places], targets).inputs, targets)
+        weights = None if self.weights is None else self.weights[places]
+        return Rows(self.scaling.rows(self.inputs[places], targets).inputs, targets, weights)
+
+    @property
+    def counts(self) -> Array:
+        """What each row counts, (n,)."""
+        return np.ones(len(self.targets)) if self.weights is None else self.weights
 
 
 def pieces(n: int) -> list[slice]:

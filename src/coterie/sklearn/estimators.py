@@ -75,8 +75,7 @@ class GroupEstimator(BaseEstimator):
             X: the rows, a DataFrame or an array, with the group of each in the column `group`.
             y: the target of each row.
             sample_weight: how much each row counts in the loss. Rows of weight 0 are left out.
-                Where the others' weights differ, models are trained by steps, also where nothing
-                says how.
+                What all weights of a group are multiplied by does not matter.
             refused: nothing; in particular no `groups`, which `predict` would not be given.
         """
         for name in refused:
@@ -114,24 +113,21 @@ class GroupEstimator(BaseEstimator):
         if sample_weight is not None:
             weights = unused("weight", rows)
             rows[weights] = sample_weight
-        settings = (self.rule, self.steps, self.lr, sample_weight)
+        settings = (self.rule, self.steps, self.lr)
         trees: Literal[True, "only"] = "only" if self.module == "trees" else True
         closed = self.module in (None, "trees") and all(each is None for each in settings)
         # it judges by folds, and needs no rows held out
         folds = self.rule is None or getattr(self.rule, "guards_itself", False)
         if self.module == "trees" and not closed:
-            raise KnobError(
-                '`module="trees"` takes no steps: leave out `rule`, `steps`, `lr` and'
-                " `sample_weight`"
-            )
+            raise KnobError('`module="trees"` takes no steps: leave out `rule`, `steps` and `lr`')
         signs = {
             name_of("monotonic_cst", column, X, rows): sign
             for column, sign in (self.monotonic_cst or {}).items()
         }
         if signs and not closed:
             raise KnobError(
-                "`monotonic_cst` is for models in closed form: leave out `rule`, `steps`, `lr`,"
-                " `sample_weight` and another `module` than trees"
+                "`monotonic_cst` is for models in closed form: leave out `rule`, `steps`, `lr` and"
+                " another `module` than trees"
             )
         self.group_models_ = fit_groups(
             rows.assign(**{target: self._targets(y)}),

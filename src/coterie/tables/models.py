@@ -93,7 +93,9 @@ def loss_of(preparation: Preparation) -> Loss:
         return nn.CrossEntropyLoss(torch.tensor(preparation.class_weights))
     if preparation.weights is None:
         return functional.cross_entropy if classes else functional.mse_loss
-    return PerExample(_weighted_cross_entropy if classes else _weighted_squares, weights=_weight)
+    each = _weighted_cross_entropy if classes else _weighted_squares
+    plain = functional.cross_entropy if classes else functional.mse_loss
+    return PerExample(each, weights=_weight, plain=plain)
 
 
 def _weight(targets: Mapping[str, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from coterie.mixture.families import Array, Family
+from coterie.mixture.posterior import Rows
 
 MOST_EDGES = 31
 """Of a column: between so many values at most, at quantiles of user 0's, a tree can split."""
@@ -117,6 +118,7 @@ class Part:
         targets: (n, K).
         owners: of each row, the number of its user in this part.
         weights: of each row in each ensemble, (n, E); where it is 0 it does not count.
+        counts: what each row counts everywhere, its intercept's steps too; 1 when None.
         family: of the loss.
         bins: how many there are.
         growth: how ensembles grow.
@@ -133,10 +135,14 @@ class Part:
         family: Family,
         bins: Bins,
         growth: Growth,
+        counts: Array | None = None,
         seed: int = 0,
     ) -> None:
         self.places = np.asfortranarray(places)  # a column at a time is read
-        self.targets, self.owners, self.weights = targets, owners, weights
+        counts = np.ones(len(targets)) if counts is None else counts
+        self.targets, self.owners = targets, owners
+        self.used = (weights > 0) * counts[:, None]
+        self.weights = weights * counts[:, None]
         self.family, self.growth, self.seed = family, growth, seed
         n, c = places.shape
         self.bins, self.total = bins, int(bins.starts[-1])
@@ -149,7 +155,7 @@ class Part:
         whose = csr_array((np.ones(n), owners, np.arange(n + 1)), shape=(n, self.users))
         self.of = whose.T.tocsr()
         self.grows = outputs_grown(family, targets.shape[1])
-        self.counts = (self.of @ (weights > 0).astype(np.float64))[..., None]
+        self.counts = (self.of @ self.used)[..., None]
         self._restart()
 
     def _restart(self) -> None:
@@ -162,6 +168,11 @@ class Part:
     def outputs(self) -> Array:
         """Return the outputs of all ensembles for all rows, (n, E, K)."""
         return self.margin + self.intercepts[self.owners]
+
+    @property
+    def heaviest(self) -> float:
+        """What a row counts at most in the tree that grows; 1 at least."""
+        return float(self.channels[..., -1].max(initial=1.0))
 
     def answer(self, level: Level) -> Array:
         """Return the histograms of the nodes of a level, (bins, L, M, 3).
@@ -219,8 +230,9 @@ class Part:
 
     def _begin(self) -> None:
         """Move every user's intercept by a step, and find slopes and curvatures."""
-        family, used = self.family, (self.weights > 0)[..., None]
-        slope = (family.predict(self.outputs()) - self.targets[:, None]) * used
+        family = self.family
+        slope = family.predict(self.outputs()) - self.targets[:, None]
+        slope *= self.used[..., None]
         total = (self.of @ slope.reshape(len(slope), -1)).reshape(self.intercepts.shape)
         bound = self.counts * BOUND[family.name] + 1
         self.intercepts = self.intercepts - (total + self.intercepts) / bound
@@ -392,7 +404,7 @@ def _best(sums: Array, bins: Bins, growth: Growth, bounds: Array) -> tuple[Split
 
 def peers_here(
     bins: Bins,
-    peers: Sequence[tuple[Array, Array]],
+    peers: Sequence[Rows],
     weights: Array,
     *,
     family: Family,
@@ -403,20 +415,21 @@ def peers_here(
 
     Args:
         bins: where columns may be split.
-        peers: inputs (n, D) and targets (n, K) of each.
+        peers: the rows of each.
         weights: of each in each ensemble, (N, E).
         family: of the loss.
         growth: how ensembles grow.
         seed: of the rows that a tree sees, where not all.
     """
-    sizes = [len(x) for x, _ in peers]
+    sizes = [len(rows.inputs) for rows in peers]
     if not sum(sizes):
         return lambda _: None
     kept, share = rows_kept(sum(sizes), growth, seed)
     owners = np.repeat(np.arange(len(peers)), sizes)[kept]
     inputs, targets = (np.concatenate([one[i] for one in peers])[kept] for i in (0, 1))
+    counts = np.concatenate([rows.counts for rows in peers])[kept]
     places = bins.places(inputs, mine=False)
-    settings: dict[str, Any] = {"family": family, "growth": growth, "seed": seed}
+    settings: dict[str, Any] = {"family": family, "growth": growth, "seed": seed, "counts": counts}
     part = Part(places, targets, owners, weights[owners] / share, bins=bins, **settings)
     return part.answer
 

@@ -53,7 +53,7 @@ class Histograms:
     Example:
         >>> x, y = np.array([[0.0], [1.0], [1.0]]), np.array([[0.0], [1.0], [2.0]])
         >>> asked = Histograms("squared", Bins((np.array([0.5]),)), np.zeros(1), 1.0, 1, Level((), ()), 3.0)
-        >>> told = asked.checked(asked.answer(asked.rows(x, y)))
+        >>> told = asked.checked(asked.answer(asked.rows(Rows(x, y))))
         >>> told[:2, 0, 0, 2].round(6).tolist()
         [1.0, 2.0]
     """
@@ -113,11 +113,11 @@ class Histograms:
         numbers = np.concatenate([*parts, self.shift, [self.scale, self.ensembles]])
         return self.family, numbers.tobytes()
 
-    def rows(self, inputs: Array, targets: Array) -> Part:
+    def rows(self, rows: Rows) -> Part:
         """Return a peer's rows in bins; one that holds a number that is not finite does not count."""
-        rows, growth = Rows(inputs, targets).finite(), Growth()
+        rows, growth = rows.finite(), Growth()
         kept, share = rows_kept(len(rows.inputs), growth)
-        inputs, targets = rows.inputs[kept], rows.targets[kept]
+        inputs, targets, counts = rows.inputs[kept], rows.targets[kept], rows.counts[kept]
         return Part(
             self.bins.places(inputs, mine=False),
             (targets - self.shift) / self.scale,
@@ -126,6 +126,7 @@ class Histograms:
             family=self._family,
             bins=self.bins,
             growth=growth,
+            counts=counts,
         )
 
     @property
@@ -147,7 +148,7 @@ class Histograms:
             slopes = sums[..., 0] * (norm / np.maximum(length, norm))
             sums = np.concatenate([slopes[..., None], sums[..., 1:]], -1)
         if fewest > 1:
-            sums = merged(sums, self.bins, fewest)
+            sums = merged(sums, self.bins, fewest * rows.heaviest)
         answer: Array = np.clip(sums / self._units, -1, 1)
         return answer
 

@@ -1,6 +1,6 @@
 """Trees as candidates of a mixture: boosted with the peers, and a forest of the own rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from coterie.mixture import fit
 from coterie.mixture.candidates import Candidates, OwnRows, some_of
 from coterie.mixture.families import Array, Family
 from coterie.mixture.fit import asks_here, linear_candidates
+from coterie.mixture.posterior import Rows
 from coterie.mixture.scaling import Scaling
 from coterie.mixture.served import Predictor
 from coterie.trees.boosting import (
@@ -43,7 +44,8 @@ FOREST = 100
 FOREST_ROWS = 2_000
 GROWTH = Growth()
 
-Data = tuple[Array, Array]
+Data = tuple[Array, Array] | Rows
+"""Inputs (n, D) and targets (n, K), and what rows count, if not 1."""
 Elsewhere = Callable[[Histograms], Array | None]
 
 
@@ -82,7 +84,7 @@ def candidates(
     """Return blocks of candidates, each judged on own rows that it did not see.
 
     Args:
-        own: inputs (n, D) and targets (n, K) of user 0, in the caller's units.
+        own: rows of user 0, in the caller's units.
         peers: the same of each peer.
         family: of the loss; for counts there are no trees.
         folds: of each own row.
@@ -116,6 +118,8 @@ def boosted(
     seed: int = 0,
     growth: Growth = GROWTH,
     elsewhere: Elsewhere | None = None,
+    kinds: Mapping[str, float] = KINDS,
+    tau: Array | None = None,
 ) -> list[Candidates]:
     """Return blocks of boosted trees: of every kind one for all rows and one without each fold.
 
@@ -131,11 +135,15 @@ def boosted(
         growth: how ensembles grow.
         elsewhere: what asks peers who are elsewhere, in the place of `peers`: from a question to
             sums, or None where nobody answered.
+        kinds: what an own row counts in each.
+        tau: the weights of peers at hand in the ensemble of all own rows, then in those without
+            each fold, (1 + F, N); equal when None.
     """
-    units, bins = TreeUnits(own[1], family), Bins.of(own[0])
+    own, others = Rows(*own), [Rows(*each) for each in peers]
+    units, bins = TreeUnits(own.targets, family), Bins.of(own.inputs)
     views = int(folds.max()) + 2
     seen = np.column_stack([np.ones(len(folds)), *(folds != q for q in range(views - 1))])
-    weights = np.concatenate([seen * count for count in KINDS.values()], 1)
+    weights = np.concatenate([seen * count for count in kinds.values()], 1)
     settings: dict[str, Any] = {"family": family, "growth": growth, "seed": seed}
     mine = Part(
         bins.places(own[0], mine=True),
@@ -143,12 +151,13 @@ def boosted(
         np.zeros(len(own[0]), dtype=np.int64),
         weights,
         bins=bins,
+        counts=own.weights,
         **settings,
     )
-    others = [(x, units.to(y)) for x, y in peers]
-    equal = np.ones((len(peers), weights.shape[1]))
+    others = [rows._replace(targets=units.to(rows.targets)) for rows in others]
+    listening = np.ones((len(peers), views)) if tau is None else len(peers) * tau.T
     if elsewhere is None:
-        ask = peers_here(bins, others, equal, **settings)
+        ask = peers_here(bins, others, np.tile(listening, len(kinds)), **settings)
     else:
         about = (family.name, bins, np.asarray(units.shift), units.scale, weights.shape[1])
 
@@ -157,11 +166,11 @@ def boosted(
 
     grown = driven(grow(mine, bins, growth), ask)
     blocks, k = [], own[1].shape[1]
-    outputs = grown.outputs.reshape(len(grown.looks), len(folds), len(KINDS), views, k)
+    outputs = grown.outputs.reshape(len(grown.looks), len(folds), len(kinds), views, k)
     blind = units.back(outputs[:, np.arange(len(folds)), :, folds + 1])  # (n, looks, kinds, K)
     some = units.back(outputs[:, some_of(len(folds)), :, 1:])
     by_fold = np.transpose(some, (3, 1, 0, 2, 4))  # (F, m, looks, kinds, K)
-    for i, kind in enumerate(KINDS):
+    for i, kind in enumerate(kinds):
         made = [
             _module(grown, look, i * views, bins, units, grows=mine.grows)
             for look in range(len(grown.looks))
@@ -227,6 +236,7 @@ def personal(
     """
     if len(peers) < 2:
         return []
+    own, others = Rows(*own), [Rows(*each) for each in peers]
     groups = np.arange(len(peers)) % min(GROUPS, len(peers))
     seen = np.column_stack([np.ones(len(peers)), *(groups != g for g in range(groups.max() + 1))])
     units, bins, (n, d) = TreeUnits(own[1], family), Bins.of(own[0]), own[0].shape
@@ -236,7 +246,8 @@ def personal(
     nobody = np.zeros((n, seen.shape[1]))
     places, owners = bins.places(own[0], mine=False), np.zeros(n, dtype=np.int64)
     mine = Part(places, units.to(own[1]), owners, nobody, bins=bins, **settings)
-    ask = peers_here(bins, [(x, units.to(y)) for x, y in peers], seen, **settings)
+    theirs = [rows._replace(targets=units.to(rows.targets)) for rows in others]
+    ask = peers_here(bins, theirs, seen, **settings)
     grown, k = driven(grow(mine, bins, growth), ask), own[1].shape[1]
     spans = [grown.trees[a:b] for a, b in pairwise((0, *ends))]
     nodes = [
@@ -255,10 +266,11 @@ def personal(
 
     inputs = columns(own[0], 0)
     scaling = Scaling.of(inputs, own[1], family, intercept=True)
-    rows = OwnRows.of(scaling.rows(inputs, own[1]), family, whole=True, folds=folds)
+    scaled = scaling.rows(inputs, own.targets, own.weights)
+    rows = OwnRows.of(scaled, family, whole=True, folds=folds)
     theirs = [
-        scaling.clipped(scaling.rows(columns(x, 1 + int(g)), y))
-        for (x, y), g in zip(peers, groups, strict=True)
+        scaling.clipped(scaling.rows(columns(x, 1 + int(g)), y, counts))
+        for (x, y, counts), g in zip(others, groups, strict=True)
     ]
     asking = linear_candidates(rows, family, scaling, len(peers))
     _, found = fit.driven(asking, asks_here(theirs, family))
@@ -296,7 +308,7 @@ def forest(
     """
     from sklearn.ensemble import ExtraTreesClassifier, ExtraTreesRegressor
 
-    inputs, targets = own
+    inputs, targets, counts = Rows(*own)
     n, k = targets.shape
     settings = {
         "oob_score": True,
@@ -307,13 +319,13 @@ def forest(
     }
     if family.is_squared:
         numbers = targets if k > 1 else targets[:, 0]
-        fitted = ExtraTreesRegressor(FOREST, **settings).fit(inputs, numbers)
+        fitted = ExtraTreesRegressor(FOREST, **settings).fit(inputs, numbers, counts)
         nodes = of_forest(fitted.estimators_, None, k)
         blind = np.asarray(fitted.oob_prediction_).reshape(n, 1, k)
         made = Trees.of(nodes, n_inputs=inputs.shape[1])
     elif family.name == "softmax":
         numbers = targets.argmax(1)
-        fitted = ExtraTreesClassifier(FOREST, **settings).fit(inputs, numbers)
+        fitted = ExtraTreesClassifier(FOREST, **settings).fit(inputs, numbers, counts)
         classes = fitted.classes_.astype(np.int64)
         nodes = of_forest(fitted.estimators_, classes, k)
         blind = np.zeros((n, 1, k))

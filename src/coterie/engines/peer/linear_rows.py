@@ -3,18 +3,19 @@
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from coterie.engines.engine import AllRows
 from coterie.engines.in_process.passes import Passes
 from coterie.evaluation.evaluate import evaluation_mode
+from coterie.evaluation.losses import value_and_weight
 from coterie.mixture.answers import EStep
 from coterie.mixture.families import FAMILIES
-from coterie.mixture.posterior import Rows
+from coterie.mixture.posterior import Rows, believed
 from coterie.trees.histograms import Histograms
 from coterie.users.examples import InMemory
+from coterie.users.trees import Tree, joined
 from coterie.users.user import User
 
 AT_ONCE = 4096
@@ -124,38 +125,36 @@ class LinearRows:
         """
         key = rows_key(work, x)
         if self._kept is None or self._kept[0] != key:
-            self._kept = key, work.rows(*self._numbers(work, x))
+            self._kept = key, work.rows(self._numbers(work, x))
         return self._kept[1]
 
     def numbers(self, work: EStep) -> Rows:
         """Return the user's own rows of finite numbers, in its own units, for a layer of inputs."""
         if self._numbers_kept is None or self._numbers_kept[0] != work.family:
             found = self._numbers(work, torch.zeros(0))
-            self._numbers_kept = work.family, Rows(*found).finite()
+            self._numbers_kept = work.family, found.finite()
         return self._numbers_kept[1]
 
     @torch.no_grad()
-    def _numbers(
-        self, work: AllRows, x: Tensor
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return what goes into the layer, (n, D), and the targets as numbers, (n, K)."""
+    def _numbers(self, work: AllRows, x: Tensor) -> Rows:
+        """Return what goes into the layer, (n, D), the targets as numbers, (n, K), and what rows count."""
         held = self.user.examples
         if not work.layer and isinstance(held, InMemory) and isinstance(held.inputs, Tensor):
-            layer = self._layer(work)
-            outputs = 1 if layer is None else layer.out_features
-            values = held.targets.detach().cpu().numpy()
-            flat = held.inputs.detach().cpu().double().flatten(1).numpy()
-            return flat, FAMILIES[work.family].targets(values, outputs)
+            return self._as_rows(work, held.inputs, held.targets)
         inputs, targets = [], []
         for indices in torch.split(torch.arange(len(self.user)), AT_ONCE):
             batch, answers = self.user.take(indices, seed=0, step=0)
             inputs.append(batch if not work.layer else self._seen(work.layer, x, batch))
             targets.append(answers)
-        flat = torch.cat(inputs).detach().cpu().double().flatten(1).numpy()
+        return self._as_rows(work, torch.cat(inputs), joined(targets))
+
+    def _as_rows(self, work: AllRows, inputs: Tensor, targets: Tree) -> Rows:
+        values, weights = value_and_weight(targets)
         layer = self._layer(work)
         outputs = 1 if layer is None else layer.out_features
-        known = torch.cat(targets).detach().cpu().numpy()
-        return flat, FAMILIES[work.family].targets(known, outputs)
+        numbers = FAMILIES[work.family].targets(values.detach().cpu().numpy(), outputs)
+        counts = None if weights is None else believed(weights.detach().cpu().double().numpy())
+        return Rows(inputs.detach().cpu().double().flatten(1).numpy(), numbers, counts)
 
     def _seen(self, name: str, x: Tensor, batch: Any) -> Tensor:
         """Return what goes into a layer at x."""
