@@ -270,7 +270,7 @@ def test_the_pooled_model_is_that_of_those_who_are_there() -> None:
         return ask(question) if count <= 4 else others(question)
 
     found = driven(find_priors(all_seen(own), SQUARED, 3), leaving)
-    x, y = (np.concatenate(each) for each in zip(*peers[:2], strict=True))
+    x, y = (np.concatenate(each) for each in zip(*(rows[:2] for rows in peers[:2]), strict=True))
     left = np.linalg.lstsq(x, y, rcond=None)[0]
     np.testing.assert_allclose(found.pooled[:, 0], left, atol=0.01)
 
@@ -307,7 +307,7 @@ def test_pooled_and_joint_models_are_least_squares_with_ridges() -> None:
         user.inputs[:, 2] = 1  # the intercept's column; targets are whatever they are
     *peers, own = users
     found = driven(find_priors(all_seen(own), SQUARED, 3), asks_here(peers, SQUARED))
-    x, y = (np.concatenate(each) for each in zip(*peers, strict=True))
+    x, y = (np.concatenate(each) for each in zip(*(rows[:2] for rows in peers), strict=True))
     pooled = np.linalg.solve(x.T @ x / len(x) + RIDGE * np.eye(3), x.T @ y / len(x))
     np.testing.assert_allclose(found.pooled[:, 0], pooled, rtol=0, atol=1e-7)
     mine, n = np.column_stack([own.inputs, np.ones(12)]), 12

@@ -19,6 +19,8 @@ PLACES, CATEGORIES = 15, 8
 """At so many numbers of a column, or categories, at most."""
 MOST_ROWS = 200
 """Over so many rows at most a mean is taken."""
+LEAVES = "served, with the leaves of another user"
+"""The line of the model served where its trees take user 0 for another user."""
 OTHERS = 12
 """So many other users' models are drawn at most."""
 
@@ -29,7 +31,8 @@ class Dependence:
 
     column: str
     values: Sequence[float | str]  # numbers rise, from the 5th to the 95th percentile
-    # of every model: "served", "alone" where that is another, and other users' by name
+    # of every model: "served", "alone" where that is another, `LEAVES` where trees tell user 0 from
+    # others, and other users' by name
     means: Mapping[str, Sequence[float]]
 
     def between(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
@@ -91,7 +94,8 @@ def dependence_section(
     what = target
     if preparation.classes:
         what = f"probability of {preparation.classes[class_shown(preparation)]}"
-    others = [name for name in (shown[0].means if shown else ()) if name not in ("served", "alone")]
+    lines_of_own, known = ("served", "alone", LEAVES), shown[0].means if shown else {}
+    others = [name for name in known if name not in lines_of_own]
     text = [
         f"The mean predicted {what} over the test rows, if all of them had the same value in one"
         " column; the columns are the strongest of those above. It says what the model does, not"
@@ -101,6 +105,14 @@ def dependence_section(
         text.append(
             f"The area is between the lowest and the highest of {len(others)} other users' models,"
             " for the same rows: where the served one leaves it, this user differs from all others."
+        )
+    if LEAVES in known:
+        both = [np.concatenate([one.means[name] for one in shown]) for name in ("served", LEAVES)]
+        text.append(
+            "Boosted trees may split between this user and all others. The line with the leaves of"
+            " another user is what is predicted where they do not, with this user's own level: its"
+            f" distance, {np.abs(both[0] - both[1]).mean():.3g} in the mean, is by how much leaves are"
+            " shifted."
         )
     charts = []
     for one in shown:

@@ -45,6 +45,7 @@ from coterie.reporting.verdict import difference, serves_alone
 from coterie.reporting.whom import contributed_section
 from coterie.tables import models
 from coterie.tables.dependence import (
+    LEAVES,
     OTHERS,
     STRONGEST,
     Dependence,
@@ -52,6 +53,7 @@ from coterie.tables.dependence import (
     dependence_section,
 )
 from coterie.training.run import Run
+from coterie.trees.tensors import for_another_user
 from coterie.users.examples import InMemory
 from coterie.users.trees import Tree, mapped
 from coterie.users.user import User
@@ -431,6 +433,8 @@ def write_report(
     alone = None if serves_alone(run.record.end) or run.alone is None else run.alone
     judged = quality(run.model, alone, preparation, target, test_rows, shares=shares)
     served = {"served": run.model} | ({} if alone is None else {"alone": alone})
+    if (shifted := for_another_user(run.model)) is not None:
+        served[LEAVES] = shifted
     for name in list(others or {})[:OTHERS]:
         served[f"user {name}"] = (others or {})[name]
     strongest = [one.column for one in judged.effects[:STRONGEST] if one.rise > 0]

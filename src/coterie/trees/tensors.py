@@ -1,6 +1,7 @@
 """Trees as one module of tensors: no code and no pickle is needed to keep or to load them."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -59,7 +60,7 @@ class Trees(nn.Module):
 
     def __init__(self, n_inputs: int, n_outputs: int, nodes: int, trees: int) -> None:
         super().__init__()
-        self.n_inputs = n_inputs
+        self.n_inputs, self.is_mine = n_inputs, 1.0  # 0 for rows of another user
         for name, kind, size in (
             ("column", torch.long, nodes),
             ("threshold", torch.float32, nodes),
@@ -120,7 +121,7 @@ class Trees(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs for a batch of inputs."""
         flat = inputs.flatten(1)
-        rows = torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
+        rows = torch.cat([flat, flat.new_full((len(flat), 1), self.is_mine)], 1)
         size = max(1, AT_ONCE // len(self.roots))
         sums = [self._sums(each) for each in torch.split(rows, size)] or [self.base[None][:0]]
         outputs = torch.cat(sums) + self.base + flat.nan_to_num() @ self.slopes
@@ -133,6 +134,20 @@ class Trees(nn.Module):
             left = torch.where(value.isnan(), self.missing_left[at], value <= self.threshold[at])
             at = torch.where(left, self.left[at], self.right[at])
         return nn.functional.embedding_bag(at, self.value, mode="sum")
+
+
+def for_another_user(model: nn.Module) -> nn.Module | None:
+    """Return a model whose trees take the leaves of another user with the same values.
+
+    None where no tree tells user 0 from others. How far its predictions are from the model's is how
+    far user 0's leaves are shifted.
+    """
+    changed, differs = deepcopy(model), False
+    for part in changed.modules():
+        if isinstance(part, Trees):
+            part.is_mine = 0.0
+            differs |= bool((part.column == part.n_inputs).any())
+    return changed if differs else None
 
 
 def of_boosted(
