@@ -1,6 +1,7 @@
 """What is killed and started again: how soon sites are asked, and whether the run is what it says.
 
-    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0] [--minutes 30] [--who site worker lead server]
+    python benchmarks/healing.py [--times 20] [--seed 0] [--pause 0] [--minutes 30]
+        [--who site worker lead server hang] [--everyone]
 
 Three sites and user 0 on this machine, over NVFLARE with mutual TLS (examples/consortium.py). At a
 random step one site is killed (SIGKILL, with all its processes) and, after the pause, started
@@ -8,9 +9,13 @@ again. A row is one time: the step, the seconds from its start to its connection
 answer, the processor time of its processes until then, the longest time that the others were not
 asked for meanwhile, and the load of the machine. With `--who` what is killed is one of these: a
 site; the process of the job at a site (worker) or at user 0 (lead), which is started again by
-itself; or the server, which is started again. After so many minutes nothing more is killed.
+itself; the server, which is started again; or a site whose process of the job hangs for 20 s
+(SIGSTOP). After so many minutes nothing more is killed.
 
-In the end the same run is made in this process, with each site absent in just the steps that the
+With `--everyone` all three sites train, and answer each other through the server; the lead's
+process only passes on. In the end each must have its own run, further than at the last kill.
+
+Else in the end the same run is made in this process, with each site absent in just the steps that the
 record says. Points of the record (weights, losses, who was left out) and the model after the last
 step must be equal. (What is served is the best of the evaluated steps, and the run made again is
 evaluated at more of them.)
@@ -26,6 +31,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -69,6 +75,8 @@ COLUMNS = (
 )
 WITHIN = 10.0
 """How soon a site should be asked again."""
+HANGS = 20.0
+"""How long a process that hangs does."""
 LIFTED = "gradients = inf"
 """In place of a site's cap."""
 
@@ -210,10 +218,38 @@ def end_soon(folder: Path, run: Sequence[str]) -> None:
     subprocess.run([*run, "--resume"], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
 
 
-def main(times: int, seed: int, pause: float, minutes: float, who: Sequence[str]) -> None:
+def strike(kind: str, server: psutil.Process, site: psutil.Process) -> None:
+    """Kill what is to be killed, or let it hang for a while."""
+    if kind in {"site", "server"}:
+        consortium.end([site if kind == "site" else server])
+        return
+    job = job_of(server if kind == "lead" else site)
+    if kind != "hang":
+        job.kill()
+        return
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(HANGS)
+    job.send_signal(signal.SIGCONT)
+
+
+def steps_of(folder: Path, sites: Sequence[str]) -> dict[str, int]:
+    """Return the last recorded step of each site's own run, where all train."""
+    runs = {site: folder / "sites" / site / RUN / "record.jsonl" for site in sites}
+    return {site: coterie.Record.load(path).points[-1].step for site, path in runs.items()}
+
+
+def main(
+    times: int, seed: int, pause: float, minutes: float, who: Sequence[str], everyone: bool
+) -> None:
     """Kill, start and print."""
     rng, folder = np.random.default_rng(seed), Path(tempfile.mkdtemp()) / "trial"
-    sites = consortium.set_up(folder, consortium.hospitals(None), "va", OPTIONS)
+    tables = consortium.hospitals(None)
+    if everyone:
+        tables.pop("va")
+        sites = list(tables)
+        consortium.set_up(folder, tables, sites[0], [*OPTIONS, "--everyone"])
+    else:
+        sites = consortium.set_up(folder, tables, "va", OPTIONS)
     kits = [folder / "sites" / site for site in sites]
     for kit in kits:
         text = (kit / "coterie.toml").read_text(encoding="utf-8")
@@ -232,12 +268,7 @@ def main(times: int, seed: int, pause: float, minutes: float, who: Sequence[str]
             kit, said = kits[which], kits[which] / "said.txt"
             until(partial(has_answered, kit, answers(kit) + int(rng.integers(10, 200))), "steps")
             kind, since = str(rng.choice(list(who))), time.time()
-            if kind == "site":
-                consortium.end([processes[which]])
-            elif kind == "server":
-                consortium.end([server])
-            else:
-                job_of(server if kind == "lead" else processes[which]).kill()
+            strike(kind, server, processes[which])
             step, before = step_of(kit), {each: answers(each) for each in kits}
             time.sleep(pause)
             up, started = 0.0, time.monotonic()
@@ -257,11 +288,15 @@ def main(times: int, seed: int, pause: float, minutes: float, who: Sequence[str]
             took.append(time.monotonic() - started)
             spent = processor_seconds(processes[which]) if kind == "site" else math.nan
             others = [other for other in kits if other != kit]
-            what = sites[which] if kind == "site" else f"the {kind}"
+            what = sites[which] if kind in {"site", "hang"} else f"the {kind}"
+            what += " (hung)" if kind == "hang" else ""
             row = [what, step, f"{up:.1f}", f"{took[-1]:.1f}", step_of(kit), f"{spent:.1f}"]
             row += [f"{longest_pause(others, since):.1f}", f"{os.getloadavg()[0]:.0f}"]
             print(f"| {' | '.join(map(str, row))} |", flush=True)
         told(took)
+        if everyone:
+            print(f"steps of each: {steps_of(folder, sites)}")
+            return
         end_soon(folder, run)
     compare(folder, sites)
 
@@ -274,6 +309,7 @@ if __name__ == "__main__":
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    kinds = ("site", "worker", "lead", "server")
+    kinds = ("site", "worker", "lead", "server", "hang")
+    parser.add_argument("--everyone", action="store_true")
     parser.add_argument("--who", nargs="+", choices=kinds, default=["site"])
     main(**vars(parser.parse_args()))
