@@ -239,7 +239,7 @@ def steps_of(folder: Path, sites: Sequence[str]) -> dict[str, int]:
 
 
 def main(
-    times: int, seed: int, pause: float, minutes: float, who: Sequence[str], everyone: bool
+    times: int, seed: int, pause: float, minutes: float, who: Sequence[str], *, everyone: bool
 ) -> None:
     """Kill, start and print."""
     rng, folder = np.random.default_rng(seed), Path(tempfile.mkdtemp()) / "trial"
