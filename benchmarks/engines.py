@@ -22,6 +22,10 @@ For Flower, its messages: a grid in this process that packs each message as Flow
 ClientApp that runs at once. (A deployment starts a process for each, which takes seconds and would
 hide what differs; `benchmarks/flower.py` has whole runs.)
 
+Of ours over bare two ratios are told: of the clock's time, the median of the turns; and of the
+processor time that all processes together took in their turns, which other work on the machine
+does not change.
+
 The model has d parameters and next to no arithmetic, so that what is compared is the exchange.
 Another engine joins by a function in `ENGINES` that measures it beside its own bare call.
 """
@@ -29,6 +33,7 @@ Another engine joins by a function in `ENGINES` that measures it beside its own 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -38,11 +43,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -58,6 +65,37 @@ PEERS = int(os.environ.get("WORLD_SIZE", "4")) - 1
 SIDES = ("calls", "bare", "ours", "sums", "masked", "adaptive", "everyone")
 ROUNDS = 15
 """How often every side takes its turn; the ratio is the median of the rounds', since a machine's load drifts."""
+
+
+FAMILY = "COTERIE_BENCHMARK_FAMILY"
+"""Names the process that all others were started by."""
+
+
+def processor() -> float:
+    """Return the processor time of all processes of this benchmark so far."""
+    first, seconds = psutil.Process(int(os.environ[FAMILY])), 0.0
+    for process in (first, *first.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:2])
+    return seconds
+
+
+def in_turn(sides: Mapping[str, Callable[[], list[float]]]) -> dict[str, float]:
+    """Let every side take its turns; return median milliseconds, and the ratios of ours to bare."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    spent = dict.fromkeys(sides, 0.0)
+    for _ in range(ROUNDS):
+        for name, side in sides.items():
+            before, taken = processor(), side()
+            spent[name] += processor() - before
+            times[name].append(1e3 * statistics.median(taken) if taken else 0.0)
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    for name, ratio, share in (("ours", "ratio", 1), ("everyone", "ratio of all", 1 + PEERS)):
+        if name in sides and "bare" in sides and times["bare"][0]:
+            pairs = zip(times[name], times["bare"], strict=True)
+            medians[ratio] = statistics.median(a / b / share for a, b in pairs)
+            medians[f"{ratio}, processor"] = spent[name] / spent["bare"] / share
+    return medians
 
 
 class Flat(nn.Module):
@@ -169,17 +207,8 @@ def rank_of_torch(rank: int, d: int, seconds: float, only: list[str]) -> None:
     }
     sides = {name: side for name, side in sides.items() if name in only}
     steps = max(10, int(seconds / ROUNDS / len(sides) / (5e-3 if d < 100_000 else 30e-3)))
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(ROUNDS):
-        for name, side in sides.items():
-            taken = side(steps)
-            times[name].append(1e3 * statistics.median(taken) if taken else 0.0)
+    medians = in_turn({name: partial(side, steps) for name, side in sides.items()})
     if not rank:
-        medians = {name: statistics.median(taken) for name, taken in times.items()}
-        for name, ratio, share in (("ours", "ratio", 1), ("everyone", "ratio of all", 1 + PEERS)):
-            if name in sides and "bare" in sides:
-                pairs = zip(times[name], times["bare"], strict=True)
-                medians[ratio] = statistics.median(a / b / share for a, b in pairs)
         print(json.dumps(medians))
 
 
@@ -279,15 +308,9 @@ def flower(d: int, seconds: float, _: Sequence[str] = SIDES) -> dict[str, float]
         own = torch.from_numpy(gradient(here, user(0), x.detach().numpy()))
         (own + sum(answers) / PEERS).norm()
 
-    measured = {"bare": bare, "ours": lambda: engine.gradients(x, 0, weights)}
     n_steps = max(5, int(seconds / ROUNDS / 2 / (10e-3 if d < 100_000 else 100e-3)))
-    times: dict[str, list[float]] = {name: [] for name in measured}
-    for _turn in range(ROUNDS):
-        for name, side in measured.items():
-            times[name].append(1e3 * statistics.median(timed(side, n_steps)))
-    medians = {name: statistics.median(each) for name, each in times.items()}
-    ratios = [ours / bare for ours, bare in zip(times["ours"], times["bare"], strict=True)]
-    return medians | {"ratio": statistics.median(ratios)}
+    ours = partial(engine.gradients, x, 0, weights)
+    return in_turn({"bare": partial(timed, bare, n_steps), "ours": partial(timed, ours, n_steps)})
 
 
 ENGINES: dict[str, Callable[[int, float, Sequence[str]], dict[str, float]]] = {
@@ -314,18 +337,17 @@ def main() -> None:
         rank_of_torch(int(os.environ["RANK"]), options.rank_of, options.seconds, options.sides)
         return
     globals()["PEERS"] = options.peers
+    os.environ[FAMILY] = str(os.getpid())
     for engine in options.engine:
         for d in options.d:
             medians = ENGINES[engine](d, options.seconds, options.sides)
             if options.json:
                 print(json.dumps({"engine": engine, "d": d, "peers": PEERS, **medians}), flush=True)
             else:
-                if "ours" in medians and "bare" in medians:
-                    medians.setdefault("ratio", medians["ours"] / medians["bare"])
-                told = {
-                    "ours / bare": medians.pop("ratio", None),
-                    "everyone / (4 bare)": medians.pop("ratio of all", None),
-                }
+                told = {}
+                for of, what in (("ratio", "ours / bare"), ("ratio of all", "everyone / (4 bare)")):
+                    told[what] = medians.pop(of, None)
+                    told[f"{what}, processor"] = medians.pop(f"{of}, processor", None)
                 shown = ", ".join(f"{name} {value:.2f} ms" for name, value in medians.items())
                 more = "".join(
                     f"; {name} = {value:.2f}" for name, value in told.items() if value is not None

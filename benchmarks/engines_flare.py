@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ from coterie.federation.workspace import (
     write_job,
 )
 from coterie.gradients.parameters import Parameters
-from engines import PEERS, ROUNDS, Flat, timed, user
+from engines import PEERS, ROUNDS, Flat, in_turn, timed, user
 
 F = TypeVar("F", bound=Callable[..., Any])
 main: Callable[[F], F] = collab.main
@@ -142,12 +142,7 @@ class User0:
         steps = max(
             10, int(self.seconds / ROUNDS / len(sides) / (30e-3 if self.d < 100_000 else 250e-3))
         )
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(ROUNDS):
-            for name, side in sides.items():
-                times[name] += timed(side, steps)
-        medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-        write_result(medians)
+        write_result(in_turn({name: partial(timed, side, steps) for name, side in sides.items()}))
 
 
 def write_result(result: Any) -> None:

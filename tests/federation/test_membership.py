@@ -273,7 +273,7 @@ def test_the_end_of_a_certificate_is_told_from_sixty_days_before(folder: Path) -
     path = kit / "client.crt"
     assert 300 < membership.days_valid(path)[1] < 400
     assert [found.remedy for found in doctor.certificates(kit)] == ["", ""]
-    for left, said in ((59.5, "for 59 more days|for 60 more days"), (-3, "ended 3 days ago")):
+    for left, said in ((59.5, "ends in 60 days|ends in 59 days"), (-3, "ended 3 days ago")):
         certificate(path, left)
         _, finding = doctor.certificates(kit)
         assert any(each in finding.said for each in said.split("|")), finding.said

@@ -178,6 +178,20 @@ def test_what_a_screen_could_not_show_yet_is_shown_later(
     ]
 
 
+def test_a_site_that_does_not_connect_is_told_what_to_look_for(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; its certificate may have ended while it was connected, or the server may be gone."""
+    now = [0.0]
+    monkeypatch.setattr("coterie.federation.watching.time.monotonic", lambda: now[0])
+    screen, log = Screen(said.append, terminal=False), NewLines(tmp_path / LOG)
+    watch = SiteWatch(tmp_path, log, Caps(gradients=100), 0, screen)
+    for now[0] in (1.0, 59.0, 61.0, 90.0):
+        watch()
+    told = f"no connection after 60 s: `coterie federate doctor {tmp_path}` finds out why"
+    assert words(said) == ["waiting for the server", told]
+
+
 def test_a_full_disk_is_on_the_sites_screen(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

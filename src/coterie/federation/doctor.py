@@ -23,6 +23,7 @@ from coterie.federation.participants import lead_participant, responder_of
 from coterie.federation.settings import lead_settings, members_of, site_settings
 from coterie.federation.supervision import SUBMITTED, connected_sites
 from coterie.federation.watching import LEAST_ROOM
+from coterie.recording.configuration import counted
 from coterie.recording.record import Record
 
 SECONDS_TO_CONNECT = 5.0
@@ -159,9 +160,10 @@ def certificates(folder: Path) -> Iterator[Finding]:
         if path != lead[1]:
             yield Finding("clock", now)
         renew = "`coterie federate renew` makes new ones, at user 0"
-        said = f"{path} is valid for {left:.0f} more days"
+        days = counted(round(abs(left)), "day")
+        said = f"{path} ends in {days}"
         if left <= 0:
-            said = f"{path} has ended {-left:.0f} days ago, by this machine's clock"
+            said = f"{path} has ended {days} ago, by this machine's clock"
         yield Finding("certificate", said, renew if left < DAYS_TO_RENEW else "")
 
 

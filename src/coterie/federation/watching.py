@@ -28,6 +28,9 @@ SECONDS_BETWEEN_LINES = 10.0
 LEAST_ROOM = 2**20
 """How many bytes must be free on the disk of a site's folder."""
 
+SECONDS_TO_CONNECT = 60.0
+"""After which a site that has not connected is told what to look for."""
+
 LONGEST_LINE = 1000
 
 _REGISTERED = "Successfully registered client"
@@ -139,7 +142,7 @@ class SiteWatch:
         self.caps, self.given, self.screen = caps, given, screen
         self._log, self._requests = log, NewLines(folder / REQUESTS)
         self._refused: dict[str, int] = {}
-        self._is_full = False
+        self._is_full, self._late = False, time.monotonic() + SECONDS_TO_CONNECT
         screen.now("waiting for the server")
 
     def __call__(self) -> None:
@@ -148,6 +151,11 @@ class SiteWatch:
         if any(_REGISTERED in line for line in self._log()):
             self.screen.line("connected to the server")
             self.now("no request yet")
+            self._late = math.inf
+        if time.monotonic() > self._late:
+            self._late, where = math.inf, self._requests.path.parent
+            after = f"no connection after {SECONDS_TO_CONNECT:g} s"
+            self.screen.line(f"{after}: `coterie federate doctor {where}` finds out why")
         lines = [json.loads(line) for line in self._requests()]
         for line in lines:
             self.given += int(line.get("gradients", 0))

@@ -56,12 +56,12 @@ class Responder:
         """Answer what a transport has carried here, of what can be asked, from one it knows."""
         if not isinstance(method, str) or method not in METHODS:
             return {"refused": "there is no such question"}
-        named, asked = {"caller": caller} if METHODS[method] else {}, getattr(self, method)
         try:
-            bound = inspect.signature(asked).bind(**{**arguments, **named})
+            given = {**arguments, "caller": caller} if METHODS[method] else {**arguments}
+            _signature(method).bind(self, **given)
         except TypeError:
             return {"refused": "the question has other arguments"}
-        answer: dict[str, Any] = asked(**bound.arguments)
+        answer: dict[str, Any] = getattr(self, method)(**given)
         return answer
 
     def ready(self, batch_size: Any = None, gradients: Any = None) -> dict[str, Any]:
@@ -136,6 +136,11 @@ class Responder:
     def _refused(self, reason: str, caller: str, request: Any) -> dict[str, Any]:
         step = request.get("step") if isinstance(request, dict) else None
         return {"refused": self.peer.refuse(reason, caller, step).refused}
+
+
+@functools.cache
+def _signature(method: str) -> inspect.Signature:
+    return inspect.signature(getattr(Responder, method))
 
 
 def reply_to(
