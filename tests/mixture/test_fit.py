@@ -49,6 +49,22 @@ def test_planted_regression_beside_ridge(stranger: bool, most: float) -> None:
     assert np.mean(ours) <= most * np.mean(theirs)
 
 
+def test_an_intercept_of_ones_own_beside_coefficients_in_common() -> None:
+    """As by who knows the coefficients: the intercept is the mean of what they leave."""
+    random, truth = np.random.default_rng(2), np.array([1.0, -2.0, 0.5])
+    users = [
+        (x := random.normal(size=(n, 3)), x @ truth + (3 if not k else 0) + random.normal(size=n))
+        for k, n in enumerate([12] + [300] * 4)
+    ]
+    left = np.mean(users[0][1] - users[0][0] @ truth)
+    entries = fit_here(*users[0], users[1:], SQUARED).entries
+    its_own, shrunk = (
+        entries[kind].parameters[:, 0] for kind in ("hierarchical, own intercept", "hierarchical")
+    )
+    np.testing.assert_allclose(its_own, [*truth, left], atol=0.15)
+    assert abs(shrunk[-1] - left) > abs(its_own[-1] - left)
+
+
 def test_what_judges_a_row_has_not_seen_its_fold() -> None:
     """Other targets in a fold change no output for that fold: not of a candidate, not of the constant."""
     random = np.random.default_rng(0)

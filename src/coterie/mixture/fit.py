@@ -14,8 +14,6 @@ from coterie.mixture.posterior import Priors, Rows
 from coterie.mixture.prior import Found, Heard, PriorAnswer, PriorQuestion, find_priors
 from coterie.mixture.scaling import ManyRows, Scaling
 
-COMMON = 1e-3
-"""The variance of a coefficient that all users are to have in common, where the intercept is each user's own."""
 SURE = 0.95
 """A constant is served if, of it and the mixture, own rows give it more than this probability."""
 
@@ -135,12 +133,10 @@ def linear_candidates(own: OwnRows, family: Family, scaling: Scaling, peers: int
         found = yield from find_priors(own, family, peers, intercept=scaling.intercept)
         of_all = Priors(*(each[:1] if each.ndim == 1 else each[:, :1] for each in found.priors))
         chosen = Priors(*(each[1:] if each.ndim == 1 else each[:, 1:] for each in found.priors))
-        common = np.where(flat > 1, flat, COMMON)
-        priors |= {
-            "near pooled": Priors(found.pooled, flat, of_all.noise),
-            "near pooled, own intercept": Priors(found.pooled, common, of_all.noise),
-            "hierarchical": of_all,
-        }
+        priors |= {"near pooled": Priors(found.pooled, flat, of_all.noise), "hierarchical": of_all}
+        if scaling.intercept:
+            its_own = np.where(flat > 1, flat, of_all.variance)
+            priors["hierarchical, own intercept"] = of_all._replace(variance=its_own)
         if len(chosen.noise):
             priors["hierarchical, chosen peers"] = chosen
         pooled = np.broadcast_to(found.pooled[:, None], (d, views, 1, k))
