@@ -9,8 +9,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 AT_MOST = {  # functions, files, packages and classes
-    "plain": (30, 10, 7, 11),
-    "judging": (53, 13, 7, 15),
+    "plain": (32, 10, 7, 11),
+    "judging": (55, 14, 7, 15),
     "over sites": (82, 19, 7, 23),
     "set-up": (205, 42, 12, 32),
 }
