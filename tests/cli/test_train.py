@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -350,17 +348,31 @@ def test_predict_without_a_model(table: Path, tmp_path: Path) -> None:
     assert "holds no finished model" in result.stderr
 
 
+PRESSING = """
+import os, signal
+from coterie.recording.record import Record
+
+add = Record.add
+
+def pressing(record, point):
+    add(record, point)
+    if point.step == 50:  # as Ctrl-C does, at a moment that no busy machine moves
+        os.kill(os.getpid(), signal.SIGINT)
+
+Record.add = pressing
+"""
+
+
 def test_interrupted_training_goes_on_to_the_same_model(table: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     long = ["--steps", "500"]
     assert RUNNER.invoke(app, train(table, whole, *long)).exit_code == 0
-    command = [sys.executable, "-m", "coterie", *train(table, cut, *long)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (cut / "record.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    (tmp_path / "pressing.py").write_text(PRESSING)
+    start = [sys.executable, "-m", "coterie", "--import", str(tmp_path / "pressing.py")]
+    process = subprocess.Popen(
+        [*start, *train(table, cut, *long)], stdout=subprocess.PIPE, text=True
+    )
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "--resume goes on" in " ".join(output.split())
     assert not (cut / "model.pt").exists()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.waiting import until
+from tests.support.waiting import ENOUGH, until
 
 pytest.importorskip("nvflare")
 
@@ -49,7 +49,7 @@ def test_a_job_is_run_by_the_process_that_waits(launcher: SpareLauncher, tmp_pat
     waiting = launcher._spare
     assert waiting is not None
     handle = launcher.launch_job({}, context())
-    assert waiting.wait(60) == 3
+    assert waiting.wait(ENOUGH) == 3
     said = json.loads((tmp_path / "said.json").read_text())
     assert said == ["__main__", ["-m", "a folder", "--set", "x=1"], "s"]
     assert "s" not in (waiting.args if isinstance(waiting.args, list) else []), "no secret is shown"
@@ -60,7 +60,7 @@ def test_one_that_was_killed_is_replaced(launcher: SpareLauncher, tmp_path: Path
     launcher.handle_event(EventType.SYSTEM_BOOTSTRAP, context())
     assert launcher._spare is not None
     launcher._spare.kill()
-    launcher._spare.wait(60)
+    launcher._spare.wait(ENOUGH)
     launcher.launch_job({}, context()).wait()
     assert (tmp_path / "said.json").exists()
 
@@ -102,4 +102,4 @@ def test_who_waits_ends_with_its_parent() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE) as waiting:
         assert waiting.stdin is not None
         waiting.stdin.close()
-        assert waiting.wait(60) == 0
+        assert waiting.wait(ENOUGH) == 0

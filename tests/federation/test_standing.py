@@ -79,7 +79,7 @@ class Server:
             EventType.CLIENT_HEARTBEAT_PROCESSED, SimpleNamespace(get_engine=lambda: self)
         )
         for thread in set(threading.enumerate()) - before:
-            thread.join(10)
+            thread.join()
 
 
 Rejoining = launching.Rejoining

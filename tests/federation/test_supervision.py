@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.waiting import ENOUGH
 from typer.testing import CliRunner
 
 from coterie.cli import app
@@ -102,7 +103,7 @@ def test_of_two_who_lead_at_once_the_second_is_told(server: Server) -> None:
 
     def waits() -> str | None:
         first.set()
-        assert both.wait(60)
+        assert both.wait(ENOUGH)
         return server.ends()
 
     server.befalls = [waits]
@@ -111,14 +112,14 @@ def test_of_two_who_lead_at_once_the_second_is_told(server: Server) -> None:
         target=lambda: said.append(supervision.follow(server.folder, progress=False))
     )
     thread.start()
-    assert first.wait(60)
+    assert first.wait(ENOUGH)
     (server.folder / SUBMITTED).unlink()  # as before it is written
     try:
         with pytest.raises(KnobError, match=r"runs already: follow it .*attach"):
             supervision.follow(server.folder, progress=False)
     finally:
         both.set()
-        thread.join(60)
+        thread.join(ENOUGH)
     assert said == ["it is over"]
     assert server.submitted == ["job 1"]
 

@@ -103,7 +103,7 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert process.stdout.readline() == "going\n"
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        told = process.communicate(timeout=60)[0].split()
+        told = process.communicate(timeout=600)[0].split()
     assert process.returncode == 0
     assert told[0] == "Ctrl-C"
     steps = int(told[1])
