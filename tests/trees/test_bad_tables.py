@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,7 @@ def visits(own: int = 40) -> pd.DataFrame:
     return frame.assign(y=np.where(signal > 0, "yes", "no"), number=signal.round(3))
 
 
-def put(whose: str, column: str, value: object) -> Change:
+def put(whose: str, column: str, value: Any) -> Change:
     """Return what gives a column of some users another value."""
 
     def change(frame: pd.DataFrame) -> None:

@@ -373,9 +373,9 @@ def test_a_run_that_dies_in_mid_tree_is_resumed_over_every_engine(
     monkeypatch.setattr(ESteps, "exchange", dying)
     cut = pytest.raises(UserCodeError, match="the line is cut")
     found = []
-    for expected, changed in ((cut, {}), (nullcontext(), {"resume": True})):
+    for expected, resumed in ((cut, False), (nullcontext(), True)):
         with expected:
-            run = coterie.train(nn.Linear(4, 2), LOSS, me, peers, TREES, **how, **changed)
+            run = coterie.train(nn.Linear(4, 2), LOSS, me, peers, TREES, resume=resumed, **how)
             found.append(outputs(run))
     here = coterie.train(nn.Linear(4, 2), LOSS, me, peers, TREES, **QUIET)
     assert len(asked) == 100 + 200
