@@ -212,15 +212,11 @@ def bytes_of(size: str) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-def _size(value: Any) -> str:
-    """Return a size in words as it is, where it is one."""
-    if not isinstance(value, str):
-        raise TypeError
-    bytes_of(value)
-    return value
-
-
-MEMORY = Check('be a size, such as "8GB" or "500MB"', _size, remedies={(int, float): "add a unit"})
+MEMORY = Check(
+    'be a size, such as "8GB" or "500MB"',
+    where(lambda value: isinstance(value, str) and bytes_of(value) >= 0),
+    remedies={(int, float): "add a unit"},
+)
 """How much memory something may take."""
 ANYTHING = Check("be anything", lambda value: value)
 """What is checked elsewhere."""

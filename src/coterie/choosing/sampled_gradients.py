@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coterie.engines.compression import Sketch
 from coterie.engines.engine import AnswersAtOwnPoints, Engine
 from coterie.errors import DataError
 
@@ -223,12 +224,8 @@ class _Answers:
 
 
 def _sketch(like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what shortens gradients, in double precision, with products kept in the mean (a count sketch)."""
+    """Return what shortens gradients, in double precision, with products kept in the mean."""
     if len(like) <= SKETCH:
         return lambda rows: rows.double().cpu()
-    generator = torch.Generator().manual_seed(0)
-    place = torch.randint(SKETCH, (len(like),), generator=generator).to(like.device)
-    sign = (2 * torch.randint(2, (len(like),), generator=generator) - 1).to(like)
-    return lambda rows: (
-        rows.new_zeros(len(rows), SKETCH).index_add_(1, place, rows * sign).double().cpu()
-    )
+    sketch = Sketch(len(like), SKETCH, key=0)
+    return lambda rows: sketch(rows).double().cpu()

@@ -4,11 +4,11 @@ import copy
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from coterie.arguments import Check
+from coterie.arguments import Check, where
 from coterie.engines.engine import Answers
 from coterie.gradients.parameters import Parameters, copied
 from coterie.learners.learner import Learner, NextStep
@@ -50,15 +50,11 @@ class Method(Protocol):
         """
 
 
-def _method(value: Any) -> Any:
-    """Return a method; a class has all methods of its instances, and is none."""
-    if isinstance(value, type) or not isinstance(value, Method):
-        raise TypeError
-    return value
-
-
 METHOD = Check(
-    "be a method, such as `FedAvg(5)`", _method, remedies={type: "give it its knobs: `FedAvg(5)`"}
+    "be a method, such as `FedAvg(5)`",
+    # a class has all methods of its instances, and is none
+    where(lambda value: isinstance(value, Method), refused=type),
+    remedies={type: "give it its knobs: `FedAvg(5)`"},
 )
 """A method within another."""
 
