@@ -3,10 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 from coterie.engines.engine import Engine
+from coterie.engines.in_process.engine import InProcess
 from coterie.errors import KnobError
 from coterie.learners.learner import Learner
 from coterie.learners.spec import RunSpec
@@ -14,6 +17,7 @@ from coterie.recording.configuration import StepSettings
 from coterie.recording.costs import Costs
 from coterie.rules import Rule
 from coterie.theory.estimates import Estimates
+from coterie.users.sampling import random_key
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,17 @@ class Algorithm(ABC):
         """Return the run with the settings that this needs; refuse those that have no effect."""
         return spec
 
+    def sampled(self, spec: RunSpec) -> RunSpec:
+        """Return a run with `sample` as this takes it: one of its peers, for all exchanges."""
+        here = spec.engine is InProcess or (callable(spec.engine) and bool(spec.peers))
+        if not here:
+            raise KnobError(
+                f"`{type(self.followed or self).__name__}` asks the same peers all along, and"
+                " `sample` draws them where they are in this process; give those to ask, or a rule"
+                " such as `WeightedAveraging`"
+            )
+        return with_a_sample(spec)
+
     @abstractmethod
     def check(self, spec: RunSpec, engine: Engine) -> None:
         """Refuse an engine that cannot give what this needs."""
@@ -119,3 +134,12 @@ def check_local_steps(spec: RunSpec) -> None:
             " `local_steps` out for `exchange_every`, or give a rule with its weights set, such as"
             " `WeightedAveraging`"
         )
+
+
+def with_a_sample(spec: RunSpec) -> RunSpec:
+    """Return a run with as many of its peers as `sample` says, drawn by the seed and user 0's name."""
+    if spec.sample is None or len(spec.peers) <= spec.sample:
+        return spec
+    random = np.random.default_rng(random_key(spec.seed, f"{spec.me.name}/sample"))
+    drawn = random.choice(len(spec.peers), spec.sample, replace=False)
+    return replace(spec, peers=[spec.peers[k] for k in sorted(drawn.tolist())])

@@ -8,13 +8,15 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from torch import nn
 
 from coterie.arguments import listed, takes_fields_of
 from coterie.choosing import Mixture
 from coterie.choosing.adaptive.adaptive_learner import AdaptiveLearner
+from coterie.choosing.chooser import with_a_sample
+from coterie.choosing.mixture import ClosedForm
 from coterie.choosing.sampled_gradients import OnParts
 from coterie.engines.in_process.engine import InProcess
 from coterie.engines.in_process.sampler import check_alike
@@ -31,7 +33,7 @@ from coterie.training.run import Run
 from coterie.training.together import HeldOutTogether, SharedAnswers
 from coterie.training.train import check, set_up, train_spec, with_named_rule
 from coterie.users.examples import Examples, InMemory
-from coterie.users.trees import joined
+from coterie.users.trees import form, joined
 from coterie.users.user import USER, Loss, User, check_names
 
 
@@ -67,7 +69,8 @@ class EveryoneSpec(RunSettings):
 def train_everyone(spec: EveryoneSpec) -> Runs:
     """Train a personal model for every user.
 
-    Each is user 0 of a run in which all others are its peers.
+    Each is user 0 of a run in which all others are its peers. In closed form each of more than 257
+    users asks a sample of 256 others, or of as many as `sample` says.
 
     Everybody gets what `train` gives it: weights of its own over the others, a guard, and a verdict
     on its own held-out examples. All start from the same model. Beside theirs there is one on
@@ -89,13 +92,29 @@ def train_everyone(spec: EveryoneSpec) -> Runs:
         ['Basel', 'Bern', 'Chur']
     """
     able, left_out = _able(spec.runs())
-    runs = [
-        with_named_rule(replace(run, peers=[user for user in able if user is not run.me]))
-        for run in able.values()
-    ]
+    runs = [_with_others(run, list(able)) for run in able.values()]
     out = None if spec.out is None else Path(spec.out)
     with nullcontext() if out is None else claimed(out):
         return _trained(runs, out, left_out)
+
+
+MOST_ASKED = 256
+"""How many others a user asks in closed form at most, where `sample` does not say it.
+
+A prior over users is known about as well from so many as from all, and their work does not grow
+with the square of their number.
+"""
+
+
+def _with_others(spec: RunSpec, everybody: Sequence[User]) -> RunSpec:
+    """Return a user's run with all others as its peers; in closed form with a sample of them."""
+    spec = replace(spec, peers=[user for user in everybody if user is not spec.me])
+    few = with_a_sample(replace(spec, sample=spec.sample or MOST_ASKED))
+    if len(few.peers) < len(spec.peers):
+        few = with_named_rule(few)  # all users' examples would be looked at for each
+        if isinstance(few.rule, Mixture) and few.rule.fallback(few) is None:
+            return few
+    return with_named_rule(spec)
 
 
 def _rules(
@@ -119,10 +138,7 @@ def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]
             able[spec.me] = spec
         except DataError as error:
             left_out[spec.me.name] = str(error)
-    unlike = {me: {other: why for other in able if (why := _unlike(me, other))} for me in able}
-    for user, why in min(
-        unlike.values(), key=len, default={}
-    ).items():  # as the one whom most are like sees it
+    for user, why in _unlike_most(list(able)).items():
         left_out[user.name] = why
         del able[user]
     for name, why in left_out.items():
@@ -135,16 +151,20 @@ def _able(specs: Sequence[RunSpec]) -> tuple[dict[User, RunSpec], dict[str, str]
     return able, {name: f"left out: {why}" for name, why in left_out.items()}
 
 
-def _unlike(me: User, other: User) -> str | None:
-    """Say why another's examples could not be passed through a user's model.
-
-    None where they could.
-    """
-    try:
-        check_alike(me, other.examples, repr(other.name))
-    except DataError as error:
-        return str(error)
-    return None
+def _unlike_most(users: Sequence[User]) -> dict[User, str]:
+    """Say who could not be passed through the model of the one whom most are like, and why."""
+    alike, unlike = dict[Any, list[User]](), dict[User, str]()
+    for user in users:
+        held = user.examples
+        if not isinstance(held, InMemory):
+            return {}  # what has to be read may be like anything
+        alike.setdefault((form(held.inputs), form(held.targets)), []).append(user)
+    for user in users if len(alike) > 1 else ():
+        try:
+            check_alike(max(alike.values(), key=len)[0], user.examples, repr(user.name))
+        except DataError as error:
+            unlike[user] = str(error)
+    return unlike
 
 
 def _trained(specs: Sequence[RunSpec], out: Path | None, left_out: Mapping[str, str]) -> Runs:
@@ -183,60 +203,84 @@ def train_together(specs: Sequence[RunSpec]) -> tuple[dict[int, Run], list[UserC
     Return the runs by place, errors of the runs' own code, and whether Ctrl-C was pressed.
     """
     began = time.monotonic()
+    ended, errors, stopped = dict[int, Run](), list[UserCodeError](), False
+
+    def go(runs: Mapping[int, OngoingRun]) -> bool:
+        """Take the steps of some runs; return whether Ctrl-C was pressed."""
+        nonlocal began
+        loop = _loop(runs, specs, show, began)
+        loop.run(interrupted)
+        ended.update(loop.ended)
+        errors.extend(loop.errors)
+        began = time.monotonic()
+        return loop.stopped
+
     with ExitStack() as held, ExitStack() as stack:
         if specs[0].resume:
             align([Path(spec.out) for spec in specs if spec.out is not None])
-        runs: list[OngoingRun] = []
-        known: dict[str, OnParts] = {}  # everybody starts at the same point
-        for spec in specs:
-            like = runs[0].learner.engine if runs else None
-            engine = partial(InProcess, like=like) if isinstance(like, InProcess) else InProcess
-            own = replace(spec, progress=False, engine=engine)
-            runs.append(set_up(own, held, stack, known=known))
-        places = _members(runs)
         interrupted = stack.enter_context(interruptible())
-        bar = progress_bar(specs[0].progress, f"{len(runs)} users", specs[0].steps)
+        bar = progress_bar(specs[0].progress, f"{len(specs)} users", specs[0].steps)
         show = stack.enter_context(bar)
-        ended, errors, stopped = dict[int, Run](), list[UserCodeError](), False
-        for group in [places, *([place] for place in range(len(runs)) if place not in places)]:
+        waiting, like = dict[int, OngoingRun](), _over_everybody(specs)
+        known: dict[str, OnParts] = {}  # everybody starts at the same point
+        for place, spec in enumerate(specs):
+            if stopped := stopped or interrupted():
+                break
+            engine = InProcess if like is None else partial(InProcess, like=like)
+            with ExitStack() as its_own:
+                own = replace(spec, progress=False, engine=engine)
+                run = set_up(own, its_own, its_own, known=known)
+                if like is None and isinstance(run.learner.engine, InProcess):
+                    like = run.learner.engine
+                if isinstance(run.learner, ClosedForm):  # of many users none is held ready
+                    stopped = go({place: run})
+                else:
+                    waiting[place] = run
+                    held.enter_context(its_own.pop_all())
+        members = _members(waiting, len(specs))
+        alone = [{place: run} for place, run in waiting.items() if place not in members]
+        for group in [members, *alone]:
             if group and not stopped:
-                loop = _loop(runs, group, show, began)
-                loop.run(interrupted)
-                ended, errors, stopped = ended | loop.ended, errors + loop.errors, loop.stopped
-                began = time.monotonic()
+                stopped = go(group)
         return ended, errors, stopped
 
 
-def _loop(runs: Sequence[OngoingRun], places: Sequence[int], show: Show, began: float) -> Loop:
+def _over_everybody(specs: Sequence[RunSpec]) -> InProcess | None:
+    """Return an engine over all users, where each asks only some; None where each asks all others."""
+    first, *others = specs
+    if len(first.peers) == len(others):
+        return None
+    return replace(first, peers=[spec.me for spec in others]).prepared().in_process()
+
+
+def _loop(
+    runs: Mapping[int, OngoingRun], specs: Sequence[RunSpec], show: Show, began: float
+) -> Loop:
     """Return the loop of some runs, whose records are begun: one that goes by itself, or those that go together."""
-    ongoing = {place: runs[place] for place in places}
-    ask, held_out, together = None, None, f"one program of {len(places)}"
-    engine = ongoing[places[0]].learner.engine
-    if len(places) == 1:
-        why = _why_by_itself(ongoing[places[0]]) or "its peers are not those of the others"
+    ask, held_out, together = None, None, f"one program of {len(runs)}"
+    first, *others = runs.values()
+    engine = first.learner.engine
+    if not others:
+        why = _why_by_itself(first) or "its peers are not those of the others"
         together = f"by itself: {why}"
     elif isinstance(engine, InProcess):
         copies = engine.copies()
-        ask = SharedAnswers(copies, [run.spec for run in runs], ongoing).ask
-        held_out = HeldOutTogether(copies, list(ongoing.values())).scores
-    for run in ongoing.values():
+        ask = SharedAnswers(copies, specs, runs).ask
+        held_out = HeldOutTogether(copies, list(runs.values())).scores
+    for run in runs.values():
         run.configuration = replace(run.configuration, runs=together)
         run.open()
-    return Loop(ongoing, ask=ask, held_out=held_out, show=show, began=began)
+    return Loop(runs, ask=ask, held_out=held_out, show=show, began=began)
 
 
-def _members(runs: Sequence[OngoingRun]) -> list[int]:
-    """Return the places of the runs that can be taken together.
-
-    None where there are fewer than two.
-    """
-    everybody = {run.spec.me.name for run in runs}
-    able = []
-    for place, run in enumerate(runs):
-        all_others = {peer.name for peer in run.spec.peers} == everybody - {run.spec.me.name}
-        if all_others and _why_by_itself(run) is None:
-            able.append(place)
-    return able if len(able) > 1 else []
+def _members(runs: Mapping[int, OngoingRun], users: int) -> dict[int, OngoingRun]:
+    """Return the runs that can be taken together; none where there are fewer than two."""
+    able = {
+        place: run
+        for place, run in runs.items()
+        if len(run.spec.peers) == users - 1 and _why_by_itself(run) is None
+    }
+    return able if len(able) > 1 else {}
 
 
 def _why_by_itself(run: OngoingRun) -> str | None:

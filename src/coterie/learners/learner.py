@@ -33,6 +33,7 @@ from coterie.learners.stack import Stack, Steps, why_not_capturable
 from coterie.recording.costs import Costs, Traffic
 from coterie.recording.result import GuardDecision
 from coterie.rules import Alone, Capturable, Rule, State, weights_in
+from coterie.users.sampling import sample_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +267,10 @@ class RuleLearner(Learner):
         return g if self.bound is None or not weights else self.bound.kept(g, weights, rows=rows)
 
     def _weights(self) -> dict[str, float]:
-        return self.rule.weights(self.engine.names) if self.step >= self.listens_from else {}
+        if self.step < self.listens_from:
+            return {}
+        weights = self.rule.weights(self.engine.names)
+        return sample_of(weights, self.spec.sample, self.spec.seed, self.step)
 
     def _received(self, answers: Answers) -> Gradients:
         """Return the answers to `question`, all of them finite, as gradients."""
@@ -359,6 +363,8 @@ class RuleLearner(Learner):
         """Return the steps as blocks of the same work, or why they cannot be taken so."""
         if max(self.exchange_every, self.local_steps) > 1:
             return "not all steps are alike with `exchange_every` or `local_steps`"
+        if len(self.rule.weights(self.engine.names)) > (self.spec.sample or math.inf):
+            return "each step asks another sample of the peers"
         if not isinstance(self.rule, Capturable):
             return f"`{type(self.rule).__name__}` does not say beforehand what a step needs"
         if getattr(self.rule, "aggregator", None) is not None:

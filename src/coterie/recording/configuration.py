@@ -55,6 +55,9 @@ class StepSettings:
         memory: How much memory the run may take beside the model and the data, as "8GB".
             Adaptive averaging tells what it gave up for it; what cannot be kept is refused. See
             docs/scale.md.
+        sample: Of more peers than this so many are asked, by their weights and anew at each
+            exchange, so that a rule's direction is the same in the mean; a closed form and
+            adaptive averaging ask the same ones all along. All when None. See docs/scale.md.
     """
 
     steps: Annotated[int, COUNT] = 1000
@@ -64,6 +67,7 @@ class StepSettings:
     exchange_every: Annotated[int, COUNT] = 1
     local_steps: Annotated[int, COUNT] = 1
     memory: Annotated[str | None, optional(MEMORY)] = None
+    sample: Annotated[int | None, optional(COUNT)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,9 @@ class _OfRule(Algorithm):
             )
         return spec
 
+    def sampled(self, spec: RunSpec) -> RunSpec:
+        return spec  # the learner draws anew at each exchange
+
     def check(self, spec: RunSpec, engine: Engine) -> None:
         self._rule.weights(engine.names)  # an unknown name in `tau`
         if self.needs_rows:
@@ -74,6 +77,11 @@ class _OfRule(Algorithm):
         _check_local_steps(spec, engine, self)
 
     def learner(self, spec: RunSpec, engine: Engine, costs: Costs) -> Learner:
+        if spec.sample is not None and self.needs_rows:
+            raise KnobError(
+                "`sample` is for rules that follow the peers' weighted sum, and"
+                f" `{type(self._rule).__name__}` needs each peer's gradient; leave it out"
+            )
         return RuleLearner(spec, self._rule, engine, costs)
 
 
@@ -82,6 +90,9 @@ class _OfChooser(Algorithm):
 
     def __init__(self, asked: Any, chooser: Chooser) -> None:
         self.followed, self.chooser = asked, chooser
+
+    def sampled(self, spec: RunSpec) -> RunSpec:
+        return spec  # of the rule that is chosen
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
         _check_local_steps(spec, engine, self)  # all else it says when it chooses
@@ -133,6 +144,11 @@ class _OfMethod(Algorithm):
             never = f"`FineTuning(rounds={method.rounds})` would never tune in {spec.steps} rounds"
             raise KnobError(f"{never}; lower `rounds`, or raise `steps`")
         return replace(spec, optimizer=torch.optim.SGD, lr=LR if spec.lr is None else spec.lr)
+
+    def sampled(self, spec: RunSpec) -> RunSpec:
+        if spec.sample is None or isinstance(self.method, Sampled):
+            return spec
+        return replace(spec, rule=Sampled(self.method, spec.sample))
 
     def check(self, spec: RunSpec, engine: Engine) -> None:
         if engine.capabilities.local_work and not engine.capabilities.own_points:

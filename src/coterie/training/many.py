@@ -282,6 +282,8 @@ def _not_started(spec: RunSpec) -> Run:
 
 def _why_by_itself(spec: RunSpec, engine: InProcess) -> str | None:
     """Say why a run cannot take part, or None where it can."""
+    if spec.sample is not None:
+        return "each step asks another sample of its peers"
     if max(spec.exchange_every, spec.local_steps) > 1:
         return "it has exchanges of its own (`exchange_every`, `local_steps`)"
     if chooser_for(spec.rule) is None and (why := _not_stackable(spec.rule)):

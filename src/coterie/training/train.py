@@ -153,6 +153,9 @@ def with_rule(spec: RunSpec) -> RunSpec:
     """Return the run with the rule that it follows, and the settings that the rule needs."""
     spec = with_named_rule(spec)
     followed = algorithm_of(spec.rule)
+    if spec.sample is not None:
+        spec = followed.sampled(spec)
+        followed = algorithm_of(spec.rule)
     if not followed.keeps_memory:
         check_rule_memory(spec, rows=followed.needs_rows or followed.counts == "rounds")
     return followed.completed(spec)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,55 @@ def random_key(seed: int, name: str) -> int:
 def uniform(seed: int, name: str, step: int) -> float:
     """Return a number in [0, 1) for one purpose at one step; all users draw the same one."""
     return float(np.random.default_rng([random_key(seed, name), step]).random())
+
+
+def sample_of(
+    weights: Mapping[str, float], most: int | None, seed: int, step: int
+) -> dict[str, float]:
+    """Return so many peers, drawn by (seed, step), with weights of which each is as before in the mean.
+
+    The chance of a peer is proportional to its weight τ_k: min(1, n τ_k) where only one draw can be
+    certain, else as much of what those who are certain leave. Those who are drawn weigh alike,
+    those who are certain as before, so that the weights keep their sum. The order is shuffled, and
+    every interval of one n-th has one draw: nobody is drawn twice.
+
+    Without bias: E Σ τ̂_k g_k = Σ τ_k g_k. With equal weights n of N peers are drawn without
+    replacement, with the variance (N − n)/(n(N − 1)) Σ‖g_k − ḡ‖²/N; else it is about
+    Σ τ_k (1 − (n − 1)τ_k) ‖g_k − ḡ‖²/n (Hartley and Rao, 1962).
+
+    Args:
+        weights: τ, by name, each positive.
+        most: n; as many as there are when None.
+        seed: of the run.
+        step: of the run.
+
+    Example:
+        >>> tau = {"a": 0.5, "b": 0.25, "c": 0.25}
+        >>> sorted(sample_of(tau, 2, seed=0, step=0).values())
+        [0.5, 0.5]
+        >>> sample_of(tau, 3, seed=0, step=0) == tau
+        True
+    """
+    if most is None or len(weights) <= most:
+        return dict(weights)
+    random = np.random.default_rng([random_key(seed, "peers of a step"), step])
+    names, order = list(weights), random.permutation(len(weights))
+    tau = np.array(list(weights.values()))[order]
+    certain = np.zeros(len(tau), dtype=bool)
+    while True:
+        left, rest = most - int(certain.sum()), float(tau[~certain].sum())
+        more = ~certain & (tau * left >= rest)
+        if not more.any():
+            break
+        certain |= more
+    drawn = {names[order[k]]: float(tau[k]) for k in np.flatnonzero(certain)}
+    if left:
+        others, each = np.flatnonzero(~certain), rest / left
+        points = (random.random() + np.arange(left)) * each
+        places = np.searchsorted(np.cumsum(tau[others]), points, side="right")
+        for k in others[np.minimum(places, len(others) - 1)]:
+            drawn[names[order[k]]] = each
+    return drawn
 
 
 def draw(streams: Sequence[int], sizes: Sequence[int], batch: int, steps: Sequence[int]) -> Tensor:
@@ -114,7 +163,10 @@ class IndexTable:
     def row(self, step: int, device: torch.device | None = None) -> Tensor:
         """Return the row of a step, from a block that is kept on the device."""
         if self._block is None or not self._block[0] <= step < self._block[0] + len(self._block[1]):
+            # a selection of peers may be asked but once: the first time no step ahead is drawn
+            ahead, self._ahead = self._ahead, 1 if self._block is None else self._ahead
             self._block = step, self.block(step).to(device)
+            self._ahead = ahead
         return self._block[1][step - self._block[0]]
 
 
