@@ -8,6 +8,10 @@ less. `train_everyone` also trains the pooled model, which is in its time.
     python benchmarks/everyone.py [--data DIR] [--sets digits wisdm school] [--hidden 0 64]
         [--steps 1000] [--json]
 
+With `--samples 8 32` it is instead told what a sample costs in closed form: the mean over users of
+the test loss, asking so many others, less that of asking all; of all schools, and of users planted
+in groups of ten.
+
 With `--rounding` the single runs are trained a second time, from parameters that are the next
 numbers above: so far apart are two runs that differ by one rounding.
 """
@@ -64,6 +68,35 @@ def people_of_wisdm(data: Path) -> tuple[list[coterie.User], int]:
 def schools(data: Path) -> tuple[list[coterie.User], int]:
     """Return 20 schools, whose targets are numbers."""
     return of(tables.school(data / "school_exam"), 20), 0
+
+
+def groups(count: int = 300, rows: int = 20) -> list[coterie.User]:
+    """Return users of linear regressions, ten of each, 200 test rows each."""
+    torch.manual_seed(0)
+    truths, made = torch.randn(count // 10, 10), list[coterie.User]()
+    for k in range(count):
+        inputs = torch.randn(rows + 200, 10)
+        targets = inputs @ truths[k // 10][:, None] + torch.randn(rows + 200, 1)
+        held_out = inputs[rows:], targets[rows:]
+        made.append(coterie.User(f"user {k}", inputs[:rows], targets[:rows], test=held_out))
+    return made
+
+
+def by_sample(name: str, users: list[coterie.User], sizes: list[int]) -> None:
+    """Print how much more a user loses on its test set who asks a sample of the others."""
+    losses, start = dict[int, torch.Tensor](), model(users, 0, 0)[1]
+    for size in (len(users) - 1, *sizes):
+        began = time.process_time()
+        runs = coterie.train_everyone(start, mse_loss, users, sample=size, progress=False)
+        took = time.process_time() - began
+        losses[size] = torch.tensor([run.test["loss"] for run in runs.runs.values()])
+        more = losses[size] - losses[len(users) - 1]
+        error = more.std() / len(more) ** 0.5
+        print(
+            f"{name:<8}{len(users):>5} users, asking {size:>4}: {took:>6.1f} s, loss"
+            f" {losses[size].mean():.4f}, more by {more.mean():+.4f} ± {error:.4f}",
+            flush=True,
+        )
 
 
 SETS = {"digits": digits, "wisdm": people_of_wisdm, "school": schools}
@@ -153,9 +186,15 @@ def main() -> None:
     parser.add_argument(
         "--rounding", action="store_true", help="how far single runs are apart by one rounding"
     )
+    parser.add_argument("--samples", type=int, nargs="+", help="ask so many others in closed form")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.samples:
+        by_sample("groups", groups(), options.samples)
+        every = of(tables.school(options.data / "school_exam"), 20, most=1000)
+        by_sample("schools", every, options.samples)
+        return
     if not options.json:
         print(
             f"{'set':<8}{'hidden':>6} {'rule':<9}{'users':>5}{'everyone s':>12}{'one by one s':>14}{'ratio':>7}"

@@ -89,6 +89,20 @@ def test_every_rule_makes_the_same_run(make_engine: MakeEngine, name: str, rule:
         assert point.to_plain() == pytest.approx(other.to_plain(), rel=1e-8)
 
 
+@pytest.mark.parametrize("make_engine", list(ENGINES)[1:], indirect=True)
+def test_a_sample_of_the_peers_is_the_same_everywhere(make_engine: MakeEngine) -> None:
+    """Drawn from (seed, step): the same peers are asked, and weigh the same, wherever they are."""
+    wanted, found = (
+        trained(engine, CASES["mlp"], RULES["averaging"], sample=2)
+        for engine in (coterie.InProcess, make_engine)
+    )
+    for key, value in wanted.model.state_dict().items():
+        torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-8, atol=1e-10)
+    gave, asked = ({k: v.gradients for k, v in r.record.end.costs.items()} for r in (found, wanted))
+    assert gave == asked
+    assert sum(asked[name] for name in TAU if name in asked) == 12 * 2
+
+
 def test_constants_are_measured_on_every_engine(make_engine: MakeEngine) -> None:
     """User 0's examples are dealt out in every case; of peers elsewhere the batches of steps are asked for."""
     wanted, found = (

@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "exchange_every": 2,
     "local_steps": 2,
     "memory": "2GB",
+    "sample": 1,
 }
 """A value of each plain setting that is not its default."""
 

@@ -270,6 +270,8 @@ class RuleLearner(Learner):
         if self.step < self.listens_from:
             return {}
         weights = self.rule.weights(self.engine.names)
+        if self.spec.sample is None:
+            return weights
         return sample_of(weights, self.spec.sample, self.spec.seed, self.step)
 
     def _received(self, answers: Answers) -> Gradients:

@@ -30,7 +30,7 @@ def uniform(seed: int, name: str, step: int) -> float:
 
 
 def sample_of(
-    weights: Mapping[str, float], most: int | None, seed: int, step: int
+    weights: Mapping[str, float], most: int, seed: int, step: int
 ) -> dict[str, float]:
     """Return so many peers, drawn by (seed, step), with weights of which each is as before in the mean.
 
@@ -45,7 +45,7 @@ def sample_of(
 
     Args:
         weights: τ, by name, each positive.
-        most: n; as many as there are when None.
+        most: n.
         seed: of the run.
         step: of the run.
 
@@ -56,7 +56,7 @@ def sample_of(
         >>> sample_of(tau, 3, seed=0, step=0) == tau
         True
     """
-    if most is None or len(weights) <= most:
+    if len(weights) <= most:
         return dict(weights)
     random = np.random.default_rng([random_key(seed, "peers of a step"), step])
     names, order = list(weights), random.permutation(len(weights))
