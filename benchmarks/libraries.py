@@ -19,8 +19,9 @@ with its simulated backend in one process, tensors as data, no metrics printed; 
 `run_simulation` on Ray with one actor of one CPU that keeps its model and data.
 
 Every side has a process of its own, in turn with the others, and is timed between rounds, so that
-nobody's start counts; a ratio is between two turns that follow on each other. Flower's server and
-actor are two processes, so that it may use two cores. A library that is not installed is left out.
+nobody's start counts; a ratio is between two turns that follow on each other. Times are the
+processor's, which other work on the machine moves least; beside Flower, whose server and actor are
+two processes on two cores, the clock's. A library that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,9 @@ ROUNDS = {
 }
 """How many rounds a turn times, by library and regime."""
 
+BY_CLOCK = ("flower",)
+"""Who has more than one process."""
+
 LIBRARIES = {
     "pfl": ("pfl", "pip install 'pfl[pytorch]'"),
     "flower": ("flwr", "pip install 'flwr[simulation]'"),
@@ -85,9 +88,9 @@ def examples(user: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Watch:
-    """Looks at the clock after every round, and at the parameters after `CHECKED` of them."""
+    """Looks at processor and clock after every round, and at the parameters after `CHECKED` of them."""
 
-    at: list[float] = field(default_factory=list)
+    at: list[tuple[float, float]] = field(default_factory=list)
     parameters: Any = None
 
     def round(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -96,11 +99,12 @@ class Watch:
             self.parameters = torch.cat(
                 [p.detach().reshape(-1).clone() for p in parameters()]
             ).numpy()
-        self.at.append(time.perf_counter())
+        self.at.append((time.process_time(), time.perf_counter()))
 
-    def milliseconds(self) -> float:
-        """Return the time of a round: the mean over all but the first ones."""
-        return 1e3 * (self.at[-1] - self.at[WARM_UP - 1]) / (len(self.at) - WARM_UP)
+    def milliseconds(self) -> list[float]:
+        """Return the time of a round by processor and clock: the mean over all but the first ones."""
+        first, last = self.at[WARM_UP - 1], self.at[-1]
+        return [1e3 * (b - a) / (len(self.at) - WARM_UP) for a, b in zip(first, last, strict=True)]
 
 
 def turn(library: str, regime: str, into: Path) -> None:
@@ -111,7 +115,7 @@ def turn(library: str, regime: str, into: Path) -> None:
     np.savez(into, parameters=watch.parameters, milliseconds=watch.milliseconds())
 
 
-def taken(library: str, regime: str, folder: Path) -> tuple[float, Any]:
+def taken(library: str, regime: str, folder: Path) -> tuple[list[float], Any]:
     """Let a process take a turn, and return its milliseconds a round and the parameters it came to."""
     into = folder / "turn.npz"
     quiet = {
@@ -130,13 +134,13 @@ def taken(library: str, regime: str, folder: Path) -> tuple[float, Any]:
     if done.returncode:
         sys.exit(f"{library}, {regime}: failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     with np.load(into) as saved:
-        return float(saved["milliseconds"]), saved["parameters"]
+        return saved["milliseconds"].tolist(), saved["parameters"]
 
 
 def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
     """Return each side's milliseconds a round, its turns over ours, and how far its parameters are from ours."""
     sides = ["coterie", *libraries]
-    times: dict[str, list[float]] = {library: [] for library in sides}
+    times: dict[str, list[list[float]]] = {library: [] for library in sides}
     ends: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(turns):
@@ -146,7 +150,11 @@ def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
     moved = np.linalg.norm(
         ends["coterie"] - nn.utils.parameters_to_vector(network().parameters()).detach().numpy()
     )
-    medians = {library: statistics.median(times[library]) for library in sides}
+    by = {library: int(library in BY_CLOCK) for library in sides}
+    medians = {
+        library: statistics.median(each[by[library]] for each in times[library])
+        for library in sides
+    }
     apart = {
         library: float(np.linalg.norm(ends[library] - ends["coterie"]) / moved)
         for library in libraries
@@ -156,7 +164,11 @@ def measured(regime: str, libraries: list[str], turns: int) -> dict[str, Any]:
             f"{library} computes something else: {distance:.1e} of the way apart"
         )
     ratios = {
-        library: sorted(map(truediv, times[library], times["coterie"])) for library in libraries
+        library: sorted(
+            theirs[by[library]] / ours[by[library]]
+            for theirs, ours in zip(times[library], times["coterie"], strict=True)
+        )
+        for library in libraries
     }
     return {"regime": regime, "ms": medians, "ratios": ratios, "apart": apart}
 

@@ -100,8 +100,9 @@ class Heard:
 
     def answer(self, question: PriorQuestion, asked: EStep, numbers: Array) -> PriorAnswer:
         """Return the sums over peers, from what each sent, (N, P, size): not numbers where nothing came."""
-        there = np.asarray(np.isfinite(numbers).all((1, 2)))
-        known = np.where(there[:, None, None], np.clip(numbers, -1, 1), 0.0)
+        there = np.isfinite(numbers.sum((1, 2)))
+        known = np.clip(numbers, -1, 1)
+        known[~there] = 0
         weights, gradients = question.weights * there, None
         sums, answered = asked.read(np.einsum("pk,kps->ps", weights, known)), weights.sum(1)
         if question.told == "posterior":

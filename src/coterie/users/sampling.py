@@ -29,9 +29,7 @@ def uniform(seed: int, name: str, step: int) -> float:
     return float(np.random.default_rng([random_key(seed, name), step]).random())
 
 
-def sample_of(
-    weights: Mapping[str, float], most: int, seed: int, step: int
-) -> dict[str, float]:
+def sample_of(weights: Mapping[str, float], most: int, seed: int, step: int) -> dict[str, float]:
     """Return so many peers, drawn by (seed, step), with weights of which each is as before in the mean.
 
     The chance of a peer is proportional to its weight τ_k: min(1, n τ_k) where only one draw can be

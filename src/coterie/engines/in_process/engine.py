@@ -354,7 +354,7 @@ class InProcess:
         else:
             for place, peer in enumerate(self._linear_rows):
                 rows[0, place] = self._fitting(peer, asked).answer(asked, question.points[0])
-        there = rows[0].isfinite().all(1) & ~weights.isnan()
+        there = rows[0].sum(1).isfinite() & ~weights.isnan()
         rows[0, ~there] = math.nan
         lost = (~there & ~weights.isnan()).nonzero().flatten().tolist()
         left_out = {self.names[peer]: "not finite" for peer in lost}
