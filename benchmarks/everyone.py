@@ -84,7 +84,10 @@ def groups(count: int = 300, rows: int = 20) -> list[coterie.User]:
 
 def by_sample(name: str, users: list[coterie.User], sizes: list[int]) -> None:
     """Print how much more a user loses on its test set who asks a sample of the others."""
-    losses, start = dict[int, torch.Tensor](), model(users, 0, 0)[1]
+    losses, start = (
+        dict[int, torch.Tensor](),
+        nn.Linear(users[0].batch(1, seed=0, step=0)[0].numel(), 1),
+    )
     for size in (len(users) - 1, *sizes):
         began = time.process_time()
         runs = coterie.train_everyone(start, mse_loss, users, sample=size, progress=False)

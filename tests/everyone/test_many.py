@@ -14,6 +14,11 @@ from torch.nn.functional import mse_loss
 import coterie
 from coterie.choosing.mixture import ClosedForm
 from coterie.everyone import train as everyone
+from coterie.everyone.runs import Runs
+from coterie.mixture.answers import EStep, StackedUsers
+from coterie.mixture.families import SQUARED
+from coterie.mixture.posterior import Priors, Rows
+from coterie.mixture.scaling import Scaling
 
 
 def users(count: int, rows: int = 12, first: int | None = None) -> list[coterie.User]:
@@ -27,14 +32,14 @@ def users(count: int, rows: int = 12, first: int | None = None) -> list[coterie.
     return made
 
 
-def together(some: list[coterie.User], **settings: Any) -> coterie.everyone.runs.Runs:
+def together(some: list[coterie.User], **settings: Any) -> Runs:
     """Train everybody in closed form."""
     return coterie.train_everyone(
         nn.Linear(3, 1).double(), mse_loss, some, measure=False, **settings
     )
 
 
-def numbers_of(runs: Any) -> int:
+def numbers_of(runs: Runs) -> int:
     """How many gradients everybody's runs asked for, of peers and of user 0."""
     return sum(c.gradients for r in runs.runs.values() for c in r.record.end.costs.values())
 
@@ -98,18 +103,39 @@ def test_no_closed_form_is_held_ready_before_its_turn(monkeypatch: pytest.Monkey
     assert most == [1] * 8  # the pooled model's too
 
 
-def test_one_user_with_many_rows_costs_nobody_else_more() -> None:
-    """Its rows are beside theirs, not as the filling of everybody's: counted by what is stacked."""
-    held = list[int]()
-    stack = coterie.mixture.answers.StackedUsers.of.__func__
+def test_one_user_with_many_rows_costs_the_others_no_more_than_its_sums() -> None:
+    """What an exchange passes over: as many rows of it as there are columns and outputs, and the intercept."""
+    passed = list[int]()
+    answers = EStep.answers
 
-    def noted(kind: Any, some: Any) -> Any:
-        made = stack(kind, some)
-        held.append(made.there.size)
-        return made
+    def noted(self: EStep, stacked: StackedUsers, *rest: Any) -> Any:
+        passed.append(stacked.there.shape[1])
+        return answers(self, stacked, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coterie.mixture.answers.StackedUsers, "of", classmethod(noted))
-        runs = together(users(12, rows=10, first=3000), sample=11)
-    assert max(held) <= 3000
-    assert all(np.isfinite(run.out_of_fold).all() for run in runs.runs.values())
+        patch.setattr(EStep, "answers", noted)
+        runs = together(users(6, rows=7, first=3000))
+    assert set(passed) == {7, 3 + 1 + 1}
+    assert all(run.out_of_fold is not None for run in runs.runs.values())
+
+
+@pytest.mark.parametrize("told", ["gradient", "posterior", "gradient curvature posterior"])
+def test_sums_of_rows_answer_as_the_rows_do(told: str) -> None:
+    """In pieces, with rows beyond all that user 0 knows, and of users with more and fewer rows."""
+    random = np.random.default_rng(0)
+    made = [Rows(random.normal(size=(n, 3)), random.normal(size=(n, 1))) for n in (40, 33, 37)]
+    made[1].inputs[2] *= 1e4  # counts as 100 standard deviations
+    made[2] = made[2]._replace(weights=random.random(37))
+    scaling = Scaling.of(*made[0][:2], SQUARED, intercept=True)
+    shape = (4, 2, 1)
+    priors = Priors(random.normal(size=shape), random.random(shape) + 0.1, np.array([0.5, 2.0]))
+    asked = EStep("squared", scaling, priors, told, examples=40.0)
+    stack = StackedUsers.of(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coterie.mixture.answers.STACKED", 150)
+        summed = asked.scaled(stack)
+    assert summed is not None
+    assert summed.there.shape == (3, 5)
+    found = asked.answers(summed)
+    expected = [asked.answer(asked.rows(each)) for each in made]
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)

@@ -98,7 +98,7 @@ def test_the_stationary_moments_of_averaging_a_sample_are_exact() -> None:
         at.append(-100 + step.own_loss**0.5)  # where the step began
 
     trained(users, coterie.WeightedAveraging(alpha), sample=n, steps=steps, hooks=[note])
-    optima = np.array([user.examples.targets.item() for user in users[1:]])
+    optima = np.array([user.batch(1, seed=0, step=0)[1].item() for user in users[1:]])
     mean = (1 - alpha) * -100 + alpha * optima.mean()
     of_a_sample = (8 - n) / (n * 7) * optima.var()
     variance = (0.5 * alpha) ** 2 * of_a_sample / (1 - 0.5**2)

@@ -39,6 +39,8 @@ STACKED = 2**20
 """How many numbers a stack of users' rows holds at most, if it is not one user's."""
 MANY_USERS = 32
 """From so many users in a stack on, those who count under one prior answer by themselves."""
+MANY = 2
+"""From so many times as many rows on as there are numbers in one, sums stand for them."""
 FEW_ROWS = 16
 """Users of so few rows share a stack, however many each has."""
 TOLD = {"gradient": 1, "curvature": 1, "posterior": 2}
@@ -153,19 +155,31 @@ class EStep:
         return self.scaling.clipped(self.scaling.rows(*rows).finite())
 
     def scaled(self, users: "StackedUsers") -> "StackedUsers | None":
-        """Return several peers' rows in user 0's units, see `rows`; None where one has no such number."""
-        stack, there = users.rows, users.there
-        flat = (each.reshape(-1, each.shape[-1]) for each in stack[:2])
-        with np.errstate(over="ignore"):
-            rows = self.scaling.rows(*flat)
-        if not all(np.isfinite(each).all() for each in rows[:2]):
-            return None
-        clipped = self.scaling.clipped(rows)[:2]
-        inputs, targets = (each.reshape(*there.shape, -1) for each in clipped)
-        if not there.all():
-            kept = (there > 0)[..., None]
-            inputs, targets = inputs * kept, targets * kept
-        return StackedUsers(Rows(inputs, targets), there, users.counts)
+        """Return several peers' rows in user 0's units, see `rows`; None where one has no such number.
+
+        Of the squared loss few rows stand for many: those with the same sums of squares and products.
+        """
+        (inputs, targets), there = users.rows[:2], users.there
+        n, numbers = there.shape[1], inputs.shape[2] + self.scaling.intercept + targets.shape[2]
+        few = FAMILIES[self.family].is_squared and n >= MANY * numbers
+        step = max(numbers, STACKED // (len(there) * numbers)) if few else max(1, n)
+        stack = Rows(inputs[:, :0], targets[:, :0])
+        for begin in range(0, max(1, n), step):
+            some = slice(begin, begin + step)
+            count = np.sqrt(there[:, some]) if few else (there > 0).astype(np.float64)
+            flat = (each[:, some].reshape(-1, each.shape[2]) for each in users.rows[:2])
+            with np.errstate(over="ignore"):
+                rows = self.scaling.rows(*flat)
+            if not all(np.isfinite(each).all() for each in rows[:2]):
+                return None
+            clipped = (each.reshape(*count.shape, -1) for each in self.scaling.clipped(rows)[:2])
+            rows = Rows(
+                *(each if (count == 1).all() else each * count[..., None] for each in clipped)
+            )
+            if begin:
+                rows = Rows(*(np.concatenate(b, 1) for b in zip(stack[:2], rows[:2], strict=True)))
+            stack = _summed(rows) if few else rows
+        return StackedUsers(stack, np.ones(stack.inputs.shape[:2]) if few else there, users.counts)
 
     def answer(self, rows: Rows, size: float | None = None, norm: float | None = None) -> Array:
         """Return what a peer with these rows tells.
@@ -330,6 +344,13 @@ class StackedUsers(NamedTuple):
             stacks.append((places, cls.of([users[place] for place in places])))
             begin = end
         return stacks
+
+
+def _summed(rows: Rows) -> Rows:
+    """Return users' rows with the same sums of squares and products, as many as there are numbers in one."""
+    width = rows.inputs.shape[2]
+    both = np.asarray(np.linalg.qr(np.concatenate(rows[:2], 2), mode="r"))
+    return Rows(both[..., :width], both[..., width:])
 
 
 def _told(
