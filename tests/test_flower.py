@@ -106,6 +106,28 @@ def test_a_peer_that_fails_or_lies_is_left_out() -> None:
     assert set(run.record.end.left_out) == {"broken", "liar"}
 
 
+def test_who_is_started_again_is_asked_by_its_new_number() -> None:
+    """Flower gives a SuperNode another one each time; nobody takes the name of one who is there."""
+    grid = DirectGrid([app_of(user("a", 2.0)), app_of(user("b", 3.0))])
+
+    def hook(step: coterie.Step) -> None:
+        if step.step == 3:
+            del grid.apps[1]
+            grid.apps[55] = app_of(user("b", 9.0))
+        if step.step == 6:
+            grid.apps[77] = app_of(user("a", 2.0))
+
+    engine = FlowerGrid(grid, 2, knobs={"misses": 1, "probe_every": 1})
+    rule, how = coterie.WeightedAveraging(alpha=0.5), {"lr": 0.1, "guard": "off", "steps": 20}
+    run = coterie.train(model(), LOSS, user("me"), [], rule, engine=engine, hooks=[hook], **how)  # type: ignore[arg-type]
+    assert set(run.record.end.left_out) == {"a"}
+    ((first, last),) = run.record.end.absent["a"]
+    assert first == 3
+    assert last < 10
+    assert {what for node, what in grid.asked if node == 55} == {"query.name"}
+    assert (77, "query.gradients") in grid.asked
+
+
 def test_nonsense_is_refused_and_draws_are_the_same_in_every_process(tmp_path: Path) -> None:
     asked, seen = to_record({"request": "nonsense"}), []
     for content in (asked, to_record({"caller": "x"}), RecordDict({})):

@@ -255,15 +255,21 @@ class FlowerRemote(Remote):
 
 
 class FlowerSites:
-    """The SuperNodes that can be asked, by name; see `Sites`."""
+    """The SuperNodes that can be asked, by name; see `Sites`.
+
+    One that is started again has another number, unless Flower knows it by a key: who is new is
+    asked for its name, and takes the place of the one of this name that is gone.
+    """
 
     def __init__(self, grid: Grid, nodes: Mapping[str, int]) -> None:
-        self.grid, self.nodes = grid, nodes
+        self.grid, self.nodes = grid, dict(nodes)
+        self._met, self._unnamed = set(self.nodes.values()), dict[int, FlowerReplies]()
 
     def ask(
         self, names: Sequence[str], method: str, timeout: float, **arguments: Any
     ) -> "FlowerReplies":
         """Send a message to SuperNodes; see `Sites.ask`."""
+        self._meet(timeout)
         content = to_record(arguments)
         sent = {
             name: Message(content, self.nodes[name], f"query.{method}", ttl=timeout + 1)
@@ -273,6 +279,27 @@ class FlowerSites:
         # An id is empty where Flower did not take the message, such as to a node that has left.
         ids = dict(zip(self.grid.push_messages(sent.values()), sent, strict=False))
         return FlowerReplies(self.grid, ids, timeout)
+
+    def _meet(self, timeout: float) -> None:
+        """Ask who is new for its name, and give those who have told theirs their place."""
+        there = set(self.grid.get_node_ids())
+        for node in there - self._met:
+            self._met.add(node)
+            message = Message(to_record({}), node, "query.name", ttl=timeout + 1)
+            ids = dict.fromkeys(self.grid.push_messages([message]), "name")
+            self._unnamed[node] = FlowerReplies(self.grid, ids, timeout)
+        for node, asked in [*self._unnamed.items()]:
+            if not asked.done():
+                continue
+            reply = asked.replies.get("name")
+            name = reply.get("name") if isinstance(reply, dict) else None
+            if not isinstance(name, str):
+                self._met.discard(node)  # it may answer later
+            elif self.nodes.get(name) in there:
+                continue  # the one of this name may yet go
+            elif name in self.nodes:
+                self.nodes[name] = node
+            del self._unnamed[node]
 
 
 class FlowerReplies:

@@ -88,6 +88,21 @@ def in_a_job(members: Mapping[str, MemberRun], job: str = "job 1") -> None:
         one.meet(offers)
 
 
+def test_what_is_no_reply_is_told_once(
+    members: dict[str, MemberRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A site that was started anew was told of 60 times in 10 s, in everybody's news."""
+    in_a_job(members)
+    carried, calls = Relayed(members), members["b"].calls
+    assert calls is not None
+    members["a"].calls = None
+    sites = SealedSites(carried, calls)
+    for _ in range(5):
+        assert sites.ask(["a"], "ready", 1.0).wait() == {}
+    told = [each.getMessage() for each in caplog.records]
+    assert told == ["a: what came as its reply is left out: it is not sealed"]
+
+
 def asked(members: Mapping[str, MemberRun], carried: Relayed, by: str = "b", of: str = "a") -> Any:
     calls = members[by].calls
     assert calls is not None

@@ -151,7 +151,7 @@ class SealedSites:
     """Other sites, asked by sealed calls; who has no key in this job does not answer."""
 
     def __init__(self, sites: Sites, calls: Calls) -> None:
-        self._sites, self._calls = sites, calls
+        self._sites, self._calls, self._told = sites, calls, set[str]()
 
     def ask(
         self, names: Sequence[str], method: str, timeout: float, **arguments: Any
@@ -162,15 +162,20 @@ class SealedSites:
             number, sealed = self._calls.call(name, content)
             call = {"by": self._calls.site, "number": number, "sealed": _as_array(sealed)}
             sent[name] = number, self._sites.ask([name], "call", timeout, call=call)
-        return SealedReplies(sent, self._calls)
+        return SealedReplies(sent, self._calls, self._told)
 
 
 @dataclass(frozen=True)
 class SealedReplies:
-    """Replies to sealed calls: what does not open is no reply."""
+    """Replies to sealed calls: what does not open is no reply.
+
+    That is told once: one that was started anew has no keys until all go on in another job, and is
+    asked many times a second whether it is back.
+    """
 
     sent: Mapping[str, tuple[int, Replies]]
     calls: Calls
+    told: set[str]
 
     def done(self) -> bool:
         """Say whether every site has answered, failed or run out of time."""
@@ -186,7 +191,10 @@ class SealedReplies:
             try:
                 found[name] = from_bytes(self.calls.reply(name, number, _sealed_in(reply)))
             except (MaskError, ValueError) as error:
-                logger.warning("%s: what came as its reply is left out: %s", name, error)
+                said = f"{name}: what came as its reply is left out: {error}"
+                if said not in self.told:
+                    self.told.add(said)
+                    logger.warning(said)
         return found
 
 
