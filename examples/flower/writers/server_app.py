@@ -27,6 +27,8 @@ def main(grid: Grid, context: Context) -> None:
         lr=0.01,
         steps=int(knobs["rounds"]),
         local_steps=int(knobs["local-steps"]),
+        out=Path(str(knobs["folder"])) if knobs["folder"] else None,
+        resume=True,  # from where the last run left this folder, if it did
     )
     print(run.summary())
     if knobs["out"]:
