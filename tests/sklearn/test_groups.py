@@ -228,6 +228,21 @@ def test_sample_weights_are_the_weights_of_a_column() -> None:
         CoterieClassifier(0, steps=50).fit(X, y, heavy[:3])
 
 
+def test_rows_of_weight_0_are_as_if_they_were_not_there() -> None:
+    """Also in closed form, which takes no other weights."""
+    rng = np.random.default_rng(0)
+    X = np.column_stack([np.repeat([1, 2], 30), rng.normal(size=(60, 2))])
+    y, weights = X[:, 1] + rng.normal(size=60), np.resize([2.0, 2.0, 0.0], 60)
+    y[weights == 0] = 1e6
+    weighted, fewer = (
+        CoterieRegressor(0).fit(X[rows], y[rows], each).predict(X)
+        for rows, each in ((weights >= 0, weights), (weights > 0, None))
+    )
+    np.testing.assert_array_equal(weighted, fewer)
+    with pytest.raises(ValueError, match="weight"):
+        CoterieRegressor(0).fit(X, y, 0 * weights)
+
+
 def test_a_row_of_weight_w_counts_as_w_rows() -> None:
     """In whole batches, with nothing held out, against weighted least squares."""
     rng = np.random.default_rng(1)
