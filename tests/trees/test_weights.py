@@ -21,8 +21,8 @@ from coterie.mixture.posterior import Rows, believed
 from coterie.mixture.scaling import Scaling
 from coterie.sklearn import CoterieClassifier, CoterieRegressor
 from coterie.tables.models import loss_of
-from coterie.trees.boosting import Bins, Growth, Level, Part
-from coterie.trees.histograms import merged
+from coterie.trees.boosting import Bins, Growth, Level
+from coterie.trees.histograms import Histograms
 from coterie.trees.tree_candidates import boosted, forest
 
 SHORT = Growth(trees=10, looks=(5, 10))
@@ -109,12 +109,11 @@ def test_weights_are_believed_as_so_many_rows_as_say_as_much() -> None:
 def test_a_bin_that_is_told_has_as_many_rows_as_the_cap_says_whatever_they_weigh() -> None:
     x, y, weights = rows(60, 1, SQUARED)
     weights = np.where(np.arange(60) < 2, 25.0, 0.5)
-    bins = Bins.of(x)
-    about = bins.places(x, mine=False), y, np.zeros(60, dtype=int), np.ones((60, 1))
-    part = Part(*about, family=SQUARED, bins=bins, growth=SHORT, counts=weights)
+    asked = Histograms("squared", Bins.of(x), np.zeros(1), 1.0, 1, Level((), ()), 60.0)
+    part = asked.rows(Rows(x, y, weights))
     assert part.heaviest == 25.0
-    told = merged(part.answer(Level((), ())), bins, 20 * part.heaviest)
-    assert not told.any()  # two heavy rows are fewer than 20
+    assert asked.answer(part, fewest=1).any()
+    assert not asked.answer(part, fewest=20).any()  # two heavy rows are fewer than 20
 
 
 def weighted_users(loss: Any) -> list[coterie.User]:
