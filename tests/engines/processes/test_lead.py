@@ -283,16 +283,26 @@ def test_what_is_said_where_nothing_was_started() -> None:
 
 
 def test_idle_peers_stay() -> None:
-    idle = functools.partial(serve, timeout=5.0)
-    with processes.torch_distributed([idle] * 3) as engine:
-        me, *peers = users()
-        made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
-        x = torch.cat([p.detach().flatten() for p in plain().parameters()])
-        end = time.monotonic() + 8
-        while time.monotonic() < end:
-            made.gradients(x, 0, {})
-            time.sleep(0.1)
-        assert made.gradients(x, 0, TAU).answered == 1
+    def answered(timeout: float) -> float:
+        """Return who answers after twice the time that peers wait for a word of user 0."""
+        idle = functools.partial(serve, timeout=timeout)
+        with processes.torch_distributed([idle] * 3, timeout=10 * timeout) as engine:
+            me, *peers = users()
+            made = engine(plain(), cross_entropy, me, peers, batch_size=6, seed=0)
+            x = torch.cat([p.detach().flatten() for p in plain().parameters()])
+            end = time.monotonic() + 2 * timeout
+            while time.monotonic() < end:
+                made.gradients(x, 0, {})
+                time.sleep(0.1)
+            return float(made.gradients(x, 0, TAU).answered)
+
+    try:
+        found = answered(2.0)
+    except PeerLost:
+        found = 0.0
+    if found < 1:  # a busy machine may need longer for anything
+        found = answered(40.0)
+    assert found == 1
 
 
 def test_a_peer_whose_model_fails_is_left_out_and_the_kind_of_its_error_told() -> None:
@@ -409,7 +419,7 @@ def test_user_0_is_told_to_end_and_all_resume_to_the_same_bits(tmp_path: Path, w
 
 
 def test_peers_end_where_user_0_does_not_come_back(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, plain, timeout=10.0)
+    cluster = Cluster(tmp_path, plain, timeout=20.0)
     cluster.reach(5)
     os.kill(cluster.children[0], signal.SIGKILL)
     assert cluster.end() == [-signal.SIGKILL, 1, 1, 1]
