@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 AT_MOST = {  # functions, files, packages and classes
     "plain": (32, 10, 7, 11),
     "judging": (55, 14, 7, 15),
-    "over sites": (82, 19, 7, 23),
-    "set-up": (205, 42, 12, 32),
+    "over sites": (84, 19, 7, 23),
+    "set-up": (210, 42, 12, 33),
 }
 
 
