@@ -11,19 +11,16 @@ import copy
 import functools
 import re
 import socket
-import tempfile
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.support import processes
-from tests.support.flower import DirectGrid
 from tests.support.over_nvflare import OverNvflare
 from tests.support.waiting import ENOUGH
 from torch import nn
@@ -38,7 +35,6 @@ from coterie.engines.processes.rendezvous import Address, Rendezvous
 from coterie.engines.remote.engine import Remote
 from coterie.engines.remote.responder import Responder
 from coterie.engines.remote.sites import LocalSites
-from coterie.flower import FlowerSites, app_of
 from coterie.gradients.parameters import Parameters
 from coterie.privacy.sums import SumsOnly
 
@@ -99,44 +95,6 @@ class Linked:
     def close(self) -> None:
         for member in [self.lead, *self.members.values()]:
             member.leave()
-
-
-class OverFlower:
-    """Sites over Flower's messages; what answers one forgets everything after it, as a process does."""
-
-    def __init__(self, peers: Mapping[str, Peer], sums: SumsOnly | None) -> None:
-        self.folder, self.threads = (
-            tempfile.TemporaryDirectory(),
-            ThreadPoolExecutor(8 * len(peers)),
-        )
-        self.alone = {
-            name: threading.Lock() for name in peers
-        }  # a node runs one ClientApp at a time
-
-        def app(name: str) -> Any:
-            def answer(*message: Any) -> Any:
-                with self.alone[name]:
-                    log = Path(self.folder.name) / name
-                    return app_of(lambda _: Responder(peers[name], sums), lambda _: log)(*message)
-
-            return answer
-
-        self.grid = DirectGrid([app(name) for name in peers], self.threads)
-        self.nodes = {name: node for node, name in enumerate(peers, 1)}
-        self.sites, self.lost = FlowerSites(self.grid, self.nodes), dict[str, Any]()
-
-    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Any:
-        return self.sites.ask(names, method, timeout, **arguments)
-
-    def lose(self, name: str) -> None:
-        self.lost[name] = self.grid.apps.pop(self.nodes[name])
-
-    def bring(self, name: str) -> None:
-        self.grid.apps[self.nodes[name]] = self.lost.pop(name)
-
-    def close(self) -> None:
-        self.threads.shutdown()
-        self.folder.cleanup()
 
 
 class OverHttp:
@@ -205,9 +163,12 @@ SITES: dict[str, MakeSites] = {
     "here": lambda peers, sums: nullcontext(Here(peers, sums)),
     "links of processes": partial(_closing, Linked),
     "NVFLARE's Collab": partial(_closing, OverNvflare),
-    "Flower's grid": partial(_closing, OverFlower),
     "HTTP": partial(_closing, OverHttp),
 }
+if find_spec("flwr") is not None:
+    from tests.support.flower import OverFlower
+
+    SITES["Flower's grid"] = partial(_closing, OverFlower)
 
 ENGINES: dict[str, Callable[[], AbstractContextManager[MakeEngine]]] = {
     "in process": lambda: nullcontext(coterie.InProcess),

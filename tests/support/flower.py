@@ -1,10 +1,13 @@
-"""A Flower grid without processes: it hands each message to a ClientApp at once, packed as Flower does."""
+"""Flower without processes: a grid that hands each message to a ClientApp at once, and sites over it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,11 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+
+from coterie.engines.peer import Peer
+from coterie.engines.remote.responder import Responder
+from coterie.flower import FlowerSites, app_of
+from coterie.privacy.sums import SumsOnly
 
 Reply = Callable[[Message, Context], Message]
 
@@ -92,3 +100,41 @@ class DirectGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         raise NotImplementedError
+
+
+class OverFlower:
+    """Sites over Flower's messages; what answers one forgets everything after it, as a process does."""
+
+    def __init__(self, peers: Mapping[str, Peer], sums: SumsOnly | None) -> None:
+        self.folder, self.threads = (
+            tempfile.TemporaryDirectory(),
+            ThreadPoolExecutor(8 * len(peers)),
+        )
+        self.alone = {
+            name: threading.Lock() for name in peers
+        }  # a node runs one ClientApp at a time
+
+        def app(name: str) -> Any:
+            def answer(*message: Any) -> Any:
+                with self.alone[name]:
+                    log = Path(self.folder.name) / name
+                    return app_of(lambda _: Responder(peers[name], sums), lambda _: log)(*message)
+
+            return answer
+
+        self.grid = DirectGrid([app(name) for name in peers], self.threads)
+        self.nodes = {name: node for node, name in enumerate(peers, 1)}
+        self.sites, self.lost = FlowerSites(self.grid, self.nodes), dict[str, Any]()
+
+    def ask(self, names: Sequence[str], method: str, timeout: float, **arguments: Any) -> Any:
+        return self.sites.ask(names, method, timeout, **arguments)
+
+    def lose(self, name: str) -> None:
+        self.lost[name] = self.grid.apps.pop(self.nodes[name])
+
+    def bring(self, name: str) -> None:
+        self.grid.apps[self.nodes[name]] = self.lost.pop(name)
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        self.folder.cleanup()
