@@ -162,3 +162,33 @@ def test_mutants_are_made_of_modules_that_exist_and_tested_by_tests_that_exist()
         r"^\| `([\w/]+\.py)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )
     assert set(told) <= set(tests), "CONTRIBUTING tells how many mutants of each are killed"
+
+
+def texts() -> dict[str, str]:
+    """Return what a stranger reads or runs, by its path."""
+    folders = ("src", "docs", "examples", "benchmarks", ".github", ".ci")
+    kinds = {".md", ".py", ".toml", ".yml", ".yaml", ".cff", ".sh", ".html", ".jinja", ".ini"}
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    paths = [path for path in paths if "_build" not in path.parts]
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in (*paths, *ROOT.iterdir())
+        if path.is_file() and (path.suffix in kinds or path.name in {"Dockerfile", "Makefile"})
+    }
+
+
+def test_the_project_has_one_address_and_nothing_is_fetched_that_does_not_exist() -> None:
+    read = texts()
+    assert len(read) > 300
+    assert [path for path, text in read.items() if "coterie.example" in text] == ["pyproject.toml"]
+    fetches = re.compile(r"pip3? install (?:-\S+ )*['\"]?coterie\b(?!-\d)")  # no wheel in a folder
+    assert [path for path, text in read.items() if fetches.search(text)] == []
+
+
+def test_the_first_version_is_told_in_forty_lines() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert [section.split()[0].strip(",") for section in sections][-1] == "0.1.0"
+    assert len(sections[-1].strip().splitlines()) <= 40
+    if "not released" in sections[-1].splitlines()[0]:
+        assert len(sections) == 1, "what is not released yet has no news since"
