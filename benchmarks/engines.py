@@ -95,6 +95,8 @@ def in_turn(sides: Mapping[str, Callable[[], list[float]]]) -> dict[str, float]:
             pairs = zip(times[name], times["bare"], strict=True)
             medians[ratio] = statistics.median(a / b / share for a, b in pairs)
             medians[f"{ratio}, processor"] = spent[name] / spent["bare"] / share
+    if {"ours", "adaptive"} <= spent.keys() and spent["ours"]:
+        medians["five points over one, processor"] = spent["adaptive"] / spent["ours"]
     return medians
 
 
