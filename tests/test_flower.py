@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from tests.support.flower import DirectGrid
+from tests.support.waiting import ENOUGH
 from torch import nn
 
 import coterie
@@ -126,6 +129,23 @@ def test_who_is_started_again_is_asked_by_its_new_number() -> None:
     assert last < 10
     assert {what for node, what in grid.asked if node == 55} == {"query.name"}
     assert (77, "query.gradients") in grid.asked
+
+
+def test_one_that_was_killed_and_is_still_listed_is_not_waited_for() -> None:
+    """Flower lists it for a minute; a run with enough others began two minutes later."""
+    over = threading.Event()
+
+    def killed(message: Message, context: Context) -> Message:
+        over.wait(ENOUGH)
+        raise RuntimeError
+
+    apps = [killed, *(app_of(user(name)) for name in "ab")]
+    with ThreadPoolExecutor(8) as threads:
+        engine = FlowerGrid(DirectGrid(apps, threads), 2, patience=ENOUGH)
+        try:
+            assert engine(model(), LOSS, user("me")).names == ("a", "b")
+        finally:
+            over.set()
 
 
 def test_nonsense_is_refused_and_draws_are_the_same_in_every_process(tmp_path: Path) -> None:

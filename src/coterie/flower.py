@@ -215,10 +215,14 @@ class FlowerGrid:
         unnamed = FlowerSites(self.grid, {str(node): node for node in nodes})
         began = time.monotonic()
         sent = unnamed.ask(list(unnamed.nodes), "name", max(POLL, ends - began))
-        replies = sent.wait()
+        enough = ends  # one that was killed is listed for a minute, and does not answer
+        while not sent.done() and time.monotonic() < enough:
+            if len(sent.replies) >= self.peers:
+                enough = min(enough, 2 * time.monotonic() - began)
+            time.sleep(POLL)
         seconds = time.monotonic() - began
         names: dict[str, int] = {}
-        for node, reply in sorted(replies.items()):
+        for node, reply in sorted(sent.replies.items()):
             name = reply.get("name") if isinstance(reply, dict) else None
             if not isinstance(name, str) or name in names or not (name and name.isprintable()):
                 raise DataError(
