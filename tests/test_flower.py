@@ -139,7 +139,7 @@ def test_one_that_was_killed_and_is_still_listed_is_not_waited_for() -> None:
         over.wait(ENOUGH)
         raise RuntimeError
 
-    apps = [killed, *(app_of(user(name)) for name in "ab")]
+    apps: list[Any] = [killed, *(app_of(user(name)) for name in "ab")]
     with ThreadPoolExecutor(8) as threads:
         engine = FlowerGrid(DirectGrid(apps, threads), 2, patience=ENOUGH)
         try:
