@@ -37,6 +37,7 @@ class ESteps:
         x: the point that questions name; rows go through the layers before a layer at it.
         whole: how many exchanges there will be, for who waits.
         first: the number of the first exchange.
+        before_each: is called before each exchange.
     """
 
     engine: Engine
@@ -45,6 +46,7 @@ class ESteps:
     whole: int
     first: int = 0
     exchanges: int = 0
+    before_each: Callable[[], None] | None = None
     left_out: dict[str, str] = field(default_factory=dict)  # with the last reason, and how often
     _missed: Counter[str] = field(default_factory=Counter)
     _said: float = field(default_factory=time.monotonic)  # when it was told how much is left
@@ -93,6 +95,8 @@ class ESteps:
         `counting`, (N, P), says under which priors each peer counts.
         """
         engine = self.engine
+        if self.before_each is not None:
+            self.before_each()
         if not isinstance(engine, Asks):
             raise TypeError(f"{type(engine).__name__} has no `ask`")
         can, point, peers = engine.capabilities, self.x.detach()[None], len(engine.names)

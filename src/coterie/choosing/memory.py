@@ -1,5 +1,7 @@
 """How a run keeps within the memory that it may take."""
 
+import contextlib
+import ctypes
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,8 +20,8 @@ SKETCH = 2**14
 """By so many numbers of each gradient peers of a large model are weighed."""
 POINTS = 4
 """So many points of a large model are kept to be served."""
-PASSES = 17
-"""Copies that a pass over one model takes: its point, its gradient, and what autograd holds."""
+PASSES = 10
+"""Copies beside these: the served model, where all begin, and what a pass over one model takes."""
 BESIDE = 200_000_000
 """Bytes of activations, of sketches and of what the allocator keeps."""
 
@@ -33,12 +35,13 @@ class MemoryPlan:
         points: how many points are kept to be served; all that may win when None.
         one_by_one: whether copies that follow the own examples are trained one after the other,
             and peers weighed by sketches of their gradients.
-        whole: whether each peer's gradients at all trunks are held, as they come from elsewhere.
+        whole: whether trunks go together, and each peer's gradients at all of them are held, as
+            they come from elsewhere.
 
     Example:
         >>> plan = MemoryPlan(4, 4, one_by_one=True)
         >>> plan.copies(state=2, settings=2, peers=10)
-        45
+        30
     """
 
     folds: int
@@ -80,10 +83,12 @@ class MemoryPlan:
         """
         each, trunks = 2 + state, self.folds + 1
         points = 15 * (2 * settings + 1) if self.points is None else self.points
-        if self.one_by_one:  # one path in each half; the trunks' ends are kept for the branch
-            first = trunks * each + each + points
-            second = trunks + 3 * each + 2 * points
-            return max(first + 2 * self.whole * trunks * peers, second) + PASSES
+        if self.one_by_one:  # pooled, a trunk and an own copy; the trunks' ends, for the branch
+            first = 3 * each + self.folds + points
+            if self.whole:
+                first = (trunks + 1) * each + 2 * trunks * peers + points
+            second = 2 * each + trunks + 1 + points
+            return max(first, second) + PASSES
         own = settings * trunks
         first = (own + trunks) * (each + 2) + 2 * self.folds * peers + points
         second = (2 * own + 1) * (each + 2) + own + 2 * points
@@ -122,6 +127,12 @@ def state_of(optimizer: Optimizer) -> int:
     if isinstance(optimizer, Adagrad | ASGD):
         return 1
     return 2 + int(isinstance(optimizer, Rprop) or any(g.get("amsgrad") for g in groups))
+
+
+def give_back() -> None:
+    """Return to the system what is free between copies that are held, where the C library can."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 OF_A_RULE = 14

@@ -99,7 +99,11 @@ class GradientsAtPoints:
         # by so many numbers peers in this process are judged; by whole gradients when None
         self.sketched: int | None = None
         self._carried = self._carried_buffers()
-        self._model = copied(user.model)
+
+    @functools.cached_property
+    def _model(self) -> nn.Module:
+        """A copy of the model that passes at points may change."""
+        return copied(self.user.model)
 
     @functools.cached_property
     def _own(self) -> list[InProcess]:
@@ -327,6 +331,12 @@ class GradientsAtPoints:
             by_point.append(output)
         return torch.stack(by_point)
 
+    def model_at(self, point: Tensor) -> nn.Module:
+        """Return the model at a point, whose numbers its parameters share."""
+        model = copied(self.user.model, x=point[: self.d])
+        self._load(model, point[self.d :])
+        return model
+
     def serve(self, point: Tensor) -> None:
         """Give the model's parameters and buffers the values of a point."""
         self._set(self.user.model, point)
@@ -468,6 +478,7 @@ class StackedGradients(GradientsAtPoints):
         for row, some in self._in_parts(judged):
             rows = self._each(points[row], drawn, left_out, asked[:, some], some)
             theirs[row, some] = sketched(rows, size, key)
+            del rows  # before the next are held
         for place, part in enumerate(question.each):
             alone = replace(question, points=points[place : place + 1], each=[part])
             ours[place] = sketched(self._on_all(alone), size, key)[0]

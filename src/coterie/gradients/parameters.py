@@ -162,8 +162,10 @@ def _tied(model: nn.Module) -> dict[str, str]:
 T = TypeVar("T")
 
 
-def copied(thing: T, model: nn.Module | None = None) -> T:
+def copied(thing: T, model: nn.Module | None = None, x: Tensor | None = None) -> T:
     """Return a deep copy of a model, or of what holds it, that shares the memory of the frozen parameters.
+
+    The others are views of the flat vector `x`, where given.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
@@ -180,6 +182,11 @@ def copied(thing: T, model: nn.Module | None = None) -> T:
             shared = nn.Parameter(parameter.data, requires_grad=False)
             vars(shared).update(vars(parameter))
             memo[id(parameter)] = shared
+    if x is not None and model is not None:
+        parameters = Parameters(model)
+        for name, view in parameters.unflatten(x).items():
+            held = memo[id(parameters.named[name])] = nn.Parameter(view)
+            vars(held).update(vars(parameters.named[name]))
     return copy.deepcopy(thing, memo)
 
 

@@ -165,6 +165,14 @@ class Stack:
             for group, other in zip(each.param_groups, optimizer.param_groups, strict=True):
                 group["lr"] = other["lr"]
 
+    def forget(self) -> None:
+        """Hold no more than the rows, after the last step."""
+        self.direction = self.direction[:0].clone()
+        for optimizer, _ in self._steps:
+            optimizer.state.clear()
+            for p in _parameters(optimizer):
+                p.grad = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         return {
@@ -191,6 +199,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._of: list[int] = []
+        # those of several only: what steps by itself is not held, as it may be large
         self._joint: list[tuple[Optimizer, list[Optimizer]]] = []
 
     def take(self, stacks: Sequence[Stack]) -> None:
@@ -198,12 +207,17 @@ class Steps:
         optimizers = [optimizer for stack in stacks for optimizer, _ in stack._steps]
         states = [id(optimizer.state) for optimizer in optimizers]
         if states != self._of:  # others, or one that has loaded its state
-            self._of, self._joint = states, _joined(optimizers)
+            joined = _joined(optimizers)
+            self._of, self._joint = states, [one for one in joined if len(one[1]) > 1]
+        together = {id(each) for _, members in self._joint for each in members}
         for stack in stacks:
             if stack.norms is not None:  # directions are cut to what is allowed
                 stack.direction.copy_(cut(stack.direction, stack.norms))
         for joint, members in self._joint:
             _step(joint, members)
+        for optimizer in optimizers:
+            if id(optimizer) not in together:
+                optimizer.step()
         for stack in stacks:
             if any(scheduler for _, scheduler in stack._steps):
                 stack.schedule()
@@ -237,9 +251,6 @@ def _joined(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, list[Optim
 
 def _step(joint: Optimizer, members: Sequence[Optimizer]) -> None:
     """Take the step of all members at once, or one by one where schedules have set them apart."""
-    if joint is members[0]:
-        joint.step()
-        return
     settings = [settings_of(each, scheduled=False) for each in members]
     if any(each != settings[0] for each in settings):
         for each in members:

@@ -7,7 +7,7 @@ import numpy as np
 from torch import nn
 
 from coterie.mixture.families import Array, Family
-from coterie.mixture.posterior import Priors, Rows, most_probable, outputs_of
+from coterie.mixture.posterior import MODELS, Priors, Rows, most_probable, outputs_of
 from coterie.mixture.scaling import ManyRows, Scaling
 from coterie.mixture.served import Predictor
 
@@ -254,6 +254,10 @@ def paths(
     """
     strengths = STRENGTHS if len(own.rows.targets) <= JUDGING else OF_MANY_ROWS
     views, j = own.seen.shape[1], len(strengths)
+    of_a_kind = own.rows.inputs.shape[1] * own.rows.targets.shape[1] * views * j
+    if len(priors) > 1 and of_a_kind > MODELS:  # all at once would take no less time
+        each = ({kind: prior} for kind, prior in priors.items())
+        return [found for one in each for found in paths(own, family, one, scaling)]
     every = [Priors(*(_spread(each, views) for each in one)) for one in priors.values()]
     mean, variance = (np.concatenate([one[i] for one in every], 1) for i in (0, 1))
     noise = np.concatenate([one.noise for one in every])

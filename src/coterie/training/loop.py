@@ -214,9 +214,9 @@ class OngoingRun(ResumableRun):
 
     def advanced(self) -> Taken:
         """Go on after the step that was asked for and taken."""
+        self.stacks, step = [], self._taken
         for learner in self.stepping:
             learner.advanced(1)
-        step = self._taken
         self.losses.append(float(step.own_loss))
         for name, reason in step.left_out.items():
             counts = self.left_out.setdefault(name, {})

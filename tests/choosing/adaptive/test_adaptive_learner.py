@@ -229,7 +229,7 @@ def test_running_means_of_batch_norm_count_the_batches_of_their_own_copy() -> No
     assert len(kept) > 1
     for (step, point), decayed in zip(kept, judged_with_decay(candidates), strict=True):
         if not decayed:
-            told = made[-1].looks._model(point).state_dict()
+            told = made[-1].looks.points.model_at(point).state_dict()
             for name, value in alone[step].items():
                 torch.testing.assert_close(told[name].double(), value, rtol=1e-6, atol=1e-9)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import coterie
 from coterie.choosing import memory
 from coterie.choosing.adaptive import adaptive_averaging
+from coterie.engines import asking
 from coterie.engines.compression import sketched
+from coterie.engines.in_process import copies as copies_of
 from coterie.errors import KnobError
 
 
@@ -34,6 +40,7 @@ def trained(**settings: Any) -> coterie.Run:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     me, *peers = users()
     how = {"steps": 24, "lr": 0.05, "measure": False, "progress": False} | settings
+    model = how.pop("model", model)
     rule = how.pop("rule", coterie.AdaptiveAveraging())
     return coterie.train(model, cross_entropy, me, peers, rule, **how)
 
@@ -61,6 +68,47 @@ def test_copies_one_after_the_other_are_the_same_candidates(large: pytest.Monkey
         assert one["leaderboard"][kind] == pytest.approx(line, rel=1e-9), kind
     gradients = [run.record.end.costs["0"].gradients for run in (apart, together)]
     assert gradients[0] == gradients[1]
+
+
+class Held(TorchDispatchMode):
+    """Counts how many numbers tensors hold at most, of those with as many as `least`."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.least, self.most = least, 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count after one operation."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                numbers = storage.nbytes() // tensor.element_size()
+                if numbers >= self.least:
+                    self._live[storage._cdata] = StorageWeakRef(storage), numbers
+        self._live = {at: one for at, one in self._live.items() if not one[0].expired()}
+        self.most = max(self.most, sum(numbers for _, numbers in self._live.values()))
+        return out
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [(torch.optim.Adam, 30), (torch.optim.SGD, 24)])
+def test_copies_of_a_large_model_that_are_held_at_once(
+    large: pytest.MonkeyPatch, optimizer: Any, copies: int
+) -> None:
+    """Of a model that is much larger than its data, and than what passes hold beside it."""
+    large.setattr(adaptive_averaging, "SKETCH", 64)
+    large.setattr(asking, "HELD", 1)
+    large.setitem(copies_of.MAX_PARAMETERS, "cpu", 1)
+    hidden = [layer for _ in range(4) for layer in (nn.Linear(60, 60), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), *hidden, nn.Linear(60, 2))
+    numbers = sum(p.numel() for p in model.parameters())
+    with Held(numbers // 8) as held:
+        trained(model=model.double(), lr=None, optimizer=partial(optimizer, lr=0.05))
+    assert held.most <= copies * numbers
+    plan = memory.MemoryPlan(4, memory.POINTS, one_by_one=True)
+    state = memory.state_of(optimizer([torch.zeros(1)]))
+    assert held.most <= plan.copies(state, settings=2, peers=5) * numbers
 
 
 def test_few_points_are_kept_and_weights_come_from_sketches(large: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_pooled_has_weights_where_all_who_answered_were_too_long_at_the_end() ->
     evidence = PeerEvidence(theirs, torch.ones(2, 1))
     longest = torch.full((2,), 10.0)
     for far in ([False] * 3, [True, True, False]):
-        weights.fit(WithoutOutliers(evidence, {}, longest, np.array(far), usual=1.0))
+        weights.fit(WithoutOutliers(evidence, {}, longest, np.array([far] * 2), np.ones(2)))
     assert weights.fork()
     assert weights.by_size.tolist() == [0.5, 0.5, 0.0]
 

@@ -227,6 +227,7 @@ class AdaptiveAveraging(Algorithm):
         settled: dict[str, Any] = {
             "linear": self.linear,
             "own": own,
+            "apart": plan.one_by_one and here,
             "told": plan.account(spec, most),
         }
         return AdaptiveLearner(spec, engine, costs, looks, settings, **settled)

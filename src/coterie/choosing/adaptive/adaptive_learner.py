@@ -32,9 +32,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from coterie.choosing.adaptive.closed_form import CLOSED_FORM, LAST_LAYER, ClosedForms
 from coterie.choosing.adaptive.evaluations import HeldOutEvaluations
-from coterie.choosing.adaptive.own_paths import OwnPath, OwnPaths
+from coterie.choosing.adaptive.own_paths import OwnPaths, Path, TrunkPaths
 from coterie.choosing.adaptive.weights import Array, PeerWeights, WithoutOutliers
 from coterie.choosing.e_steps import ESteps
+from coterie.choosing.memory import give_back
 from coterie.choosing.mixture import A_FIT, account_of
 from coterie.engines.asking import GradientsAtPoints
 from coterie.engines.engine import Answers, Engine, Question
@@ -153,6 +154,7 @@ class AdaptiveLearner(Learner):
         *,
         linear: bool = True,
         own: GradientsAtPoints | None = None,
+        apart: bool = False,
         told: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(spec, engine, costs)
@@ -172,16 +174,26 @@ class AdaptiveLearner(Learner):
         self.judging = [*range(1, self.n_folds + 1)]  # the part that judges each trunk
         self.alone: Stack | None = None
         self.branch: Stack | None = None
-        self.peers = Stack.of(spec, start[:d].expand(self.n_folds + 1, -1))
+        # only pooled where the trunks follow one another, `apart`
+        self.peers = Stack.of(spec, start[:d].expand(1 if apart else self.n_folds + 1, -1))
         stacks = {"peers": self.peers}
         self.paths: list[OwnPaths] = []  # in the place of the two stacks of own copies
-        self.ends = start[:0]  # where the trunks and pooled were at the fork, for these
+        self.ends = list[Tensor]()  # where the trunks and pooled were at the fork, for these
+        self.trunks: TrunkPaths | None = None
+        if apart:
+            first_half, trunks = (
+                (0, self.schedule.half),
+                [Path("trunk", 1.0, 0.0, q) for q in self.judging],
+            )
+            about: dict[str, Any] = {"span": first_half, "within": first_half}
+            self.trunks = TrunkPaths(
+                spec, trunks, direct=self._direct_trunk, begin=lambda _: start, **about
+            )
         if own is None:
             self.alone = self._own_stack(start[:d].expand(len(self.parts), -1))
             stacks["alone"] = self.alone
         else:
-            after = self.schedule.evaluations - {0}
-            self.paths.append(self._own_paths("alone", (0, spec.steps), after, lambda _: start))
+            self.paths.append(self._own_paths("alone", lambda _: start))
         self.buffers = {
             name: start[d:].expand(len(stack.x), -1).clone() for name, stack in stacks.items()
         }
@@ -192,11 +204,12 @@ class AdaptiveLearner(Learner):
         self._collect()
         self.trunk_weights = self.x.new_zeros(self.n_folds + 1, len(engine.names))
         self.pooled_weights = self.trunk_weights[-1:].clone()
+        self._each_trunk = list(torch.split(self.trunk_weights[:-1], 1))
         self._weigh()
         self.sketch = engine.capabilities.sketch
         self.grams = self.gradients_asked = 0
         # how long what peers send may be
-        self.longest = self.x.new_zeros(len(self.peers.x))
+        self.longest = self.x.new_zeros(self.n_folds + 1)
         self._nobody = self.trunk_weights[:0]
         self._asks = True  # in the last step; else it used what the peers said before
         # which peers gave in the last step; by point if not alike
@@ -220,32 +233,36 @@ class AdaptiveLearner(Learner):
             held += [(spec, 1)] * count if apart else [(spec, count)]
         return Stack(x.clone(), held)
 
-    def _own_paths(
-        self,
-        kind: str,
-        span: tuple[int, int],
-        judged: frozenset[int],
-        begin: Callable[[OwnPath], Tensor],
-    ) -> OwnPaths:
-        """Return the paths of all settings, blind copies first, one after the other."""
+    def _own_paths(self, kind: str, begin: Callable[[Path], Tensor]) -> OwnPaths:
+        """Return the paths of all settings, blind copies first, one after the other.
+
+        Those of alone take their steps in the first half of the run, those of the branch in the
+        second: few copies are held at once.
+        """
         if self.own is None:
             raise AssertionError("copies are followed in parallel")
         paths = [
-            OwnPath(
-                kind + " from pooled" * (kind == "branch" and each.from_pooled), *each[:2], part
-            )
+            Path(kind + " from pooled" * (kind == "branch" and each.from_pooled), *each[:2], part)
             for each in self.settings
             for part in (*self.judging, 0)
         ]
-        return OwnPaths(
-            self.spec, self.own, self.looks, paths, span=span, judged=judged, begin=begin
-        )
+        half, steps, after = self.schedule.half, self.spec.steps, self.schedule.evaluations - {0}
+        about: dict[str, Any] = {"span": (0, steps), "within": (0, half), "judged": after}
+        if kind == "branch":
+            about = dict.fromkeys(("span", "within"), (half, steps))
+            about["judged"] = frozenset(each for each in after if each >= half)
+        return OwnPaths(self.spec, paths, points=self.own, looks=self.looks, begin=begin, **about)
 
-    def _branch_origin(self, path: OwnPath) -> Tensor:
+    def _branch_origin(self, path: Path) -> Tensor:
         """Return where a path of the branch begins: from its trunk, the mean of them, or pooled."""
+        *trunks, pooled = self.ends
         if path.kind != "branch":
-            return self.ends[-1]
-        return self.ends[path.part - 1] if path.part else self.ends[:-1].mean(0)
+            return pooled
+        return (
+            trunks[path.part - 1]
+            if path.part
+            else functools.reduce(torch.add, trunks) / len(trunks)
+        )
 
     def question(self) -> Question:
         """Return what the next step asks.
@@ -254,8 +271,9 @@ class AdaptiveLearner(Learner):
         """
         if not self.looks.paths:
             self._look()
-        points, judges = self._points("peers"), self.step in self.schedule.judging
-        in_trunk = self.step < self.schedule.half
+        apart = self.trunks is not None
+        points, judges = self._points("peers"), self.step in self.schedule.judging and not apart
+        in_trunk = self.step < self.schedule.half and not apart
         weights = self.trunk_weights if in_trunk else self.pooled_weights
         own = [self._points("alone")] if self.alone is not None else []
         if self.branch is not None:
@@ -277,20 +295,26 @@ class AdaptiveLearner(Learner):
     def next_step(self, answers: Answers | None = None) -> NextStep:
         """Return the step of all copies that the answers make; asked for here when None."""
         rates = self.optimizer if isinstance(self.scheduler, ReduceLROnPlateau) else None
+        if self.trunks is not None:  # which pooled needs
+            self.trunks.follow(self.step, rates)
+        before = sum(paths.taken for paths in self.paths)
         for paths in self.paths:
             paths.follow(self.step, rates)
+        taken = sum(paths.taken for paths in self.paths) - before
+        self.costs.compute([self.costs.me], times=taken)
         answers = self.points.ask(self.question()) if answers is None else answers
         asked = len(self.peers.x) if self._asks else 0
         given, losses = cast("Tensor", answers.sums), cast("Tensor", answers.losses)
         own, sums, answered = given[asked:], given[:asked], answers.answered
-        mine, loss = (self.paths[0].own, self.paths[0].loss) if self.paths else (own[0], losses[0])
+        mine, loss = (
+            (own[0], losses[0]) if len(own) else (self.paths[0].largest, self.paths[0].loss)
+        )
         if not self._asks and self.last_exchange is not None:  # between exchanges: the last sums
             sums, answered = self.last_exchange["sums"], self.last_exchange["answered"]
         if not self._asks or answers.judged is None:
             take = partial(self._take, answers, own, sums, answered)
             return NextStep(mine, loss, answers.left_out if self._asks else {}, take)
-        bounded, names = self.spec.norm_bound is not None, self.engine.names
-        near = WithoutOutliers.of(answers, self.longest[:-1], bounded=bounded, names=names)
+        near = self._near(answers, slice(self.n_folds))
         take = partial(self._take_judging, answers, own, sums, near)
         return NextStep(mine, loss, near.left_out, take)
 
@@ -298,17 +322,48 @@ class AdaptiveLearner(Learner):
         self, answers: Answers, own: Tensor, sums: Tensor, near: WithoutOutliers
     ) -> None:
         """Step by the weights that were asked for, and fit those of the next steps."""
-        self.longest.copy_(torch.cat([near.longest, near.longest.max()[None]]).nan_to_num(0.0))
         sums, answered = near.sums(sums, answers.answered, self.trunk_weights)
-        self.peer_weights.fit(near)
-        self._weigh()
-        self.grams += 1
-        self.costs.compute(
-            [self.costs.me], int(self.points.parts[self.judging[0]].sum()), times=self.n_folds
-        )
+        self._fit(near, slice(self.n_folds))
         if self.sketch:
             self.costs.exchange(self.engine.names, down=0, up=self.n_folds * self.sketch)
         self._take(replace(answers, left_out=near.left_out), own, sums, answered)
+
+    def _near(self, answers: Answers, trunks: slice) -> WithoutOutliers:
+        """Return what these trunks are weighed by, without gradients that are far too long."""
+        bounded, names = self.spec.norm_bound is not None, self.engine.names
+        return WithoutOutliers.of(answers, self.longest[trunks], bounded=bounded, names=names)
+
+    def _fit(self, near: WithoutOutliers, trunks: slice) -> None:
+        """Fit the weights of the next steps of these trunks, and of pooled."""
+        self.longest[trunks] = near.longest.nan_to_num(0.0)
+        self.longest[-1] = self.longest[:-1].max()
+        self.peer_weights.fit(near, trunks)
+        self._weigh()
+        count = len(near.longest)
+        self.grams += count
+        seen = int(self.points.parts[self.judging[0]].sum())
+        self.costs.compute([self.costs.me], seen, times=count)
+
+    def _direct_trunk(self, q: int, step: int, stack: Stack) -> None:
+        """Write the direction of a trunk that is followed by itself, at a step of its own."""
+        judges = step in self.schedule.judging
+        if not judges and step % self.exchange_every:
+            return  # that of the last exchange
+        weights, trunk = self._each_trunk[q], slice(q, q + 1)
+        of_step = np.ones(len(self.engine.names)) if judges else self._weights[q]
+        each = self.judging[trunk] if judges else ()
+        answers = self.points.ask(Question(stack.x, step, weights, each=each, into=stack.direction))
+        sums, answered = cast("Tensor", answers.sums), answers.answered
+        silent, names = gave_nothing(answers.left_out), self.engine.names
+        given = [name for name, w in zip(names, of_step, strict=True) if w and name not in silent]
+        self.gradients_asked += bool(of_step.any())
+        self.costs.compute(given)
+        self.costs.exchange(given, down=self.points.d, up=self.points.d)
+        if judges:
+            near = self._near(answers, trunk)
+            sums, answered = near.sums(sums, answered, weights)
+            self._fit(near, trunk)
+        self.direct(sums[:0], sums, answered, (self.longest[trunk], stack.direction))
 
     def _weigh(self) -> None:
         """Let the weights of the trunks and pooled, which lie where a captured step reads them, be those fitted."""
@@ -330,21 +385,24 @@ class AdaptiveLearner(Learner):
             ends = [len(self.buffers[name]) for name in names]
             self.buffers |= dict(zip(names, torch.split(answers.buffers, ends), strict=True))
 
-    def direct(self, own: Tensor, sums: Tensor, answered: Tensor) -> None:
-        """Write the directions of all copies.
+    def direct(
+        self,
+        own: Tensor,
+        sums: Tensor,
+        answered: Tensor,
+        trunk: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write the directions of all copies, or of a `trunk` by itself: how long sums may be, and where.
 
         The peers' sums, or nothing where they are far too long; own gradients with weight decay.
         """
         copies = 0 if self.alone is None else len(self.alone.x)
         if self.alone is not None:
             torch.addcmul(own[:copies], self.decays, self.alone.x, out=self.alone.direction)
+        longest, direction = trunk or (self.longest[-len(self.peers.x) :], self.peers.direction)
         answered = answered.clamp(min=1e-12)
-        near = sums.norm(dim=-1) <= self.longest * answered
-        torch.div(
-            sums,
-            torch.where(near, answered, math.inf).unsqueeze(-1),
-            out=self.peers.direction,
-        )
+        near = sums.norm(dim=-1) <= longest * answered
+        torch.div(sums, torch.where(near, answered, math.inf).unsqueeze(-1), out=direction)
         if self.branch is not None:
             away = self.branch.x - self.origins
             ours = own[copies : 2 * copies]
@@ -356,10 +414,10 @@ class AdaptiveLearner(Learner):
         Own gradients, and at every point one of each peer that has weight there and gave it. Fork
         the trunk at its end, and evaluate where it is time.
         """
-        own, weights, peers = len(self.parts), self._weights, self.engine.names
-        if self.step >= self.schedule.half:
-            branches = self.branch is not None or len(self.paths) > 1
-            own, weights = own * (1 + branches), weights[-1:]
+        weights, peers, copies = self._weights, self.engine.names, (self.alone, self.branch)
+        own = sum(len(each.x) for each in copies if each is not None)
+        if self.step >= self.schedule.half or self.trunks is not None:
+            weights = weights[-1:]
         elif self.step in self.schedule.judging:  # everybody is asked at every trunk
             weights = [*[np.ones(len(peers))] * self.n_folds, self._pooled]
         self.costs.compute([self.costs.me], times=own * n)
@@ -426,16 +484,18 @@ class AdaptiveLearner(Learner):
         followed_any, trunks = self.peer_weights.fork(), self.n_folds
         self._weigh()
         x, held = self.peers.x, self.buffers["peers"]
-        self.peers, self.last_exchange = self.peers.forked([[trunks]]), None
+        if self.trunks is None:
+            self.peers = self.peers.forked([[trunks]])
+        self.last_exchange = None
         self.longest = self.x.new_tensor(
             [float(self.peer_weights.by_size @ self.peer_weights.bounds())]
         )
-        self.buffers["peers"] = held[trunks:].clone()
+        self.buffers["peers"] = held[-1:].clone()
         if followed_any and self.own is not None:
-            self.ends = torch.cat([x, held], 1) if held.shape[1] else x
-            span = self.schedule.half, self.spec.steps
-            after = frozenset(each for each in self.schedule.evaluations if each >= span[0])
-            self.paths.append(self._own_paths("branch", span, after, self._branch_origin))
+            self.ends = list(torch.cat([x, held], 1))
+            if self.trunks is not None:
+                self.ends, self.trunks.ends = [*self.trunks.ends, *self.ends], []
+            self.paths.append(self._own_paths("branch", self._branch_origin))
         elif followed_any:
             rows = [[*range(trunks)], *([q] for q in range(trunks))], [[trunks]] * (trunks + 1)
             begin = [row for each in self.settings for row in rows[each.from_pooled]]
@@ -450,6 +510,7 @@ class AdaptiveLearner(Learner):
 
     def _close(self) -> None:
         """Find, at the end, what has a closed form."""
+        self.ends = []
         looks = self.looks
         if not self.linear or looks.family is LOSS:
             return
@@ -457,7 +518,11 @@ class AdaptiveLearner(Learner):
         forms = ClosedForms(self.spec, self.engine, *about)
         # rows go through its layers at each peer, whose running statistics are its own
         followed = self.peer_weights.bounds().any() and not self.buffers["peers"].shape[1]
-        e_steps = ESteps(self.engine, self.costs, self.peers.x[-1], A_FIT, first=self.spec.steps)
+        about_steps: dict[str, Any] = {"first": self.spec.steps}
+        if self.own is not None:
+            self.peers.forget()
+            about_steps["before_each"] = give_back
+        e_steps = ESteps(self.engine, self.costs, self.peers.x[-1], A_FIT, **about_steps)
         looks.find_closed(forms, e_steps, self._points("peers")[-1] if followed else None)
         self.tau_of_prior, self.exchanges = forms.tau, e_steps.exchanges
 
@@ -523,14 +588,14 @@ class AdaptiveLearner(Learner):
         if test is not None:
             on_test = partial(self.looks.losses, test)
         return account_of(self.looks.fitted(), self.tau(), len(self.spec.me), on_test) | {
-            "steps": [step for step in self.schedule.judging if step < self.step],
+            "steps": list(self.schedule.judging[: len(kappa)]),
             "nobody": kappa[:, 0].tolist() if kappa.size else [],
             "weights": dict(zip(self.engine.names, kappa[:, 1:].T.tolist(), strict=True))
             if kappa.size
             else {},
             "cost": {
                 "runs": self.gradients_asked / max(1, self.step),
-                "sketches" if self.sketch else "rows": self.grams * self.n_folds,
+                "sketches" if self.sketch else "rows": self.grams,
                 "exchanges": self.exchanges,
                 "messages": sum(each.messages for each in travelled.values()),
                 "bytes": mine.bytes_sent + mine.bytes_received,
@@ -556,6 +621,7 @@ class AdaptiveLearner(Learner):
             "model": trained_state(self.model),
             "alone": self.alone and self.alone.state_dict(),
             "own_paths": [each.state_dict() for each in self.paths],
+            "trunks": self.trunks and self.trunks.state_dict(),
             "ends": self.ends,
             "peers": self.peers.state_dict(),
             "branch": self.branch and self.branch.state_dict(),
@@ -579,11 +645,11 @@ class AdaptiveLearner(Learner):
         if self.branch is not None:
             self.branch.load_state_dict(state["branch"])
         self._collect()
-        self.ends, after = state["ends"].to(self.x), self.schedule.evaluations
+        self.ends = [each.to(self.x) for each in state["ends"]]
+        if self.trunks is not None:
+            self.trunks.load_state_dict(state["trunks"])
         if len(state["own_paths"]) > len(self.paths):
-            span = self.schedule.half, self.spec.steps
-            after = frozenset(each for each in after if each >= span[0])
-            self.paths.append(self._own_paths("branch", span, after, self._branch_origin))
+            self.paths.append(self._own_paths("branch", self._branch_origin))
         for paths, saved in zip(self.paths, state["own_paths"], strict=True):
             paths.load_state_dict(saved)
         self.buffers, self.last_exchange = dict(state["buffers"]), state["last_exchange"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from coterie.choosing.adaptive.closed_form import ClosedForms, last_layer
 from coterie.choosing.e_steps import ESteps
+from coterie.choosing.memory import give_back
 from coterie.choosing.mixture import family_of
 from coterie.engines.asking import GradientsAtPoints
 from coterie.engines.peer.linear_rows import linear_of
@@ -245,7 +246,9 @@ class HeldOutEvaluations:
                 parameters=numbers.reshape(len(numbers), -1, numbers.shape[-1]), **about
             )
         # one that was forgotten has too little weight to be served
-        models = [nn.Identity() if point is None else self._model(point) for point in path.points]
+        models = [
+            nn.Identity() if point is None else self.points.model_at(point) for point in path.points
+        ]
         return Candidates(
             predictors=[Predictor(model, t) for model in models for t in self.temperatures], **about
         )
@@ -307,21 +310,19 @@ class HeldOutEvaluations:
         _, targets = examples.take(torch.arange(len(examples)))
         return self.family.targets(targets.detach().cpu().double().numpy(), k)
 
-    def _model(self, point: Tensor) -> nn.Module:
-        """Return a copy of the model with the parameters and buffers of a point."""
-        served = self.points.start()
-        self.points.serve(point)
-        model = copied(self.spec.model)
-        self.points.serve(served)
-        return model
-
     def find_closed(self, forms: ClosedForms, e_steps: ESteps, trunk: Tensor | None) -> None:
         """Find what has a closed form; the last layer behind those of a model at `trunk`."""
         self._fitted = None
+        if self.most is not None:
+            give_back()
         self.closed = forms.of_inputs(e_steps)
         if trunk is not None and linear_of(self.spec.model) is None:
-            self.trunk, self._behind = trunk.clone(), None
-            of_last = forms.of_last_layer(self._model(trunk), e_steps, self.with_last_layer)
+            if self.most is not None:
+                give_back()
+            self.trunk, self._behind = trunk, None
+            of_last = forms.of_last_layer(
+                self.points.model_at(self.trunk), e_steps, self.with_last_layer
+            )
             self.closed += of_last
 
     def with_last_layer(self, parameters: Array) -> nn.Module:
@@ -329,7 +330,7 @@ class HeldOutEvaluations:
         if self.trunk is None:
             raise AssertionError("last layers are behind a trunk")
         if self._behind is None:
-            self._behind = self._model(self.trunk)
+            self._behind = self.points.model_at(self.trunk)
         name = last_layer(self._behind)
         own = {id(each) for each in self._behind.get_submodule(name).parameters()}
         # all are behind the same layers, which are held once

@@ -1,5 +1,6 @@
 """Whom to listen to: the peers' weights, fitted to user 0's gradient at points that do not know its examples."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -230,8 +231,8 @@ class WithoutOutliers:
     evidence: PeerEvidence
     left_out: Mapping[str, str]
     longest: Tensor  # of shape (R,): how long a gradient may be at each point from now on
-    outlier: NDArray[np.bool_]  # of shape (N,): the peers that sent a longer one
-    usual: float  # how long a gradient usually is
+    outlier: NDArray[np.bool_]  # of shape (R, N): the peers that sent a longer one
+    usual: Array  # of shape (R,): how long a gradient usually is
 
     @classmethod
     def of(
@@ -248,11 +249,11 @@ class WithoutOutliers:
             torch.fmax(longest, FAR * usual) if bounded else torch.full_like(longest, math.inf)
         )
         far = lengths > longest.unsqueeze(1)
-        outlier = far.any(0).cpu().numpy()
+        outlier = far.cpu().numpy()
         why = f"more than {FAR:g} times as long as the median of all"
-        out = {name: why for name, one in zip(names, outlier.tolist(), strict=True) if one}
+        out = {name: why for name, one in zip(names, outlier.any(0).tolist(), strict=True) if one}
         kept = answers.judged.without(far)
-        return cls(kept, {**out, **answers.left_out}, longest, outlier, float(usual.mean()))
+        return cls(kept, {**out, **answers.left_out}, longest, outlier, usual.cpu().numpy())
 
     def sums(self, sums: Tensor, answered: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the peers' sums at all points, and the weight in each.
@@ -281,21 +282,25 @@ class PeerWeights:
     def __init__(self, engine: Engine, steps: int, half: int, d: int, n_folds: int) -> None:
         self.engine, self.steps, self.d = engine, steps, d
         self.fitted = [FittedWeights(len(engine.names), half) for _ in range(n_folds)]
+        # at the last Gram matrix of each trunk: whose gradients were far longer than is usual
+        self.outlier = np.zeros((n_folds, len(engine.names)), bool)
+        self.usual = np.full(n_folds, np.nan)
         self.sizes = sizes(engine)
         self.by_size = shares(self.sizes)
 
-    def fit(self, near: WithoutOutliers) -> None:
-        """Fit the weights of the next steps."""
+    def fit(self, near: WithoutOutliers, trunks: slice = slice(None)) -> None:
+        """Fit the weights of the next steps in these trunks, and in pooled."""
         noise = self.engine.capabilities.noise  # of private peers, in each number
         added = np.array([self.d * noise.get(name, 0.0) ** 2 for name in self.engine.names])
         for fitted, theirs, ours in zip(
-            self.fitted, near.evidence.theirs, near.evidence.ours, strict=True
+            self.fitted[trunks], near.evidence.theirs, near.evidence.ours, strict=True
         ):
             fitted.add(theirs, ours, added)
         told = sizes(self.engine)  # sites tell theirs when they answer
         self.sizes = np.where(np.isnan(told), self.sizes, told)
-        relative = added / (self.steps * max(near.usual * near.usual, 1e-30))
-        self.by_size = shares(self.sizes, relative, without=near.outlier)
+        self.outlier[trunks], self.usual[trunks] = near.outlier, near.usual
+        relative = added / (self.steps * max(float(np.nanmean(self.usual)) ** 2, 1e-30))
+        self.by_size = shares(self.sizes, relative, without=self.outlier.any(0))
 
     def fork(self) -> bool:
         """Leave out of pooled peers that never answered.
@@ -319,7 +324,8 @@ class PeerWeights:
 
     def served(self, branch: float, pooled: float) -> Array:
         """Return the peers' weights where what came of the trunks and of pooled has these shares."""
-        tau = np.mean([fitted.tau() if fitted.kappa else self.by_size for fitted in self.fitted], 0)
+        taus = [fitted.tau() for fitted in self._begun] or [self.by_size]
+        tau = np.mean(taus, 0)
         return np.asarray(branch * tau + pooled * self.by_size)
 
     def bounds(self) -> Array:
@@ -327,24 +333,32 @@ class PeerWeights:
 
         0 for one that never answered.
         """
-        if not self.fitted[0].kappa:
-            return np.zeros_like(self.by_size)
-        return np.asarray(np.mean([fitted.bounds() for fitted in self.fitted], axis=0))
+        each = [fitted.bounds() for fitted in self._begun] or [np.zeros_like(self.by_size)]
+        return np.asarray(np.mean(each, axis=0))
 
     def kappa(self) -> Array:
         """Return κ of every Gram matrix, nobody's first, the mean over trunks."""
-        return np.asarray(np.mean([np.array(fitted.kappa) for fitted in self.fitted], axis=0))
+        each = itertools.zip_longest(*(fitted.kappa for fitted in self._begun))
+        return np.array([np.mean([row for row in rows if row is not None], 0) for rows in each])
+
+    @property
+    def _begun(self) -> list[FittedWeights]:
+        """Those of trunks that have taken steps; where they follow one another, some have not."""
+        return [fitted for fitted in self.fitted if fitted.kappa]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later weights depend on."""
         return {
             "sizes": torch.from_numpy(self.sizes),
             "by_size": torch.from_numpy(self.by_size),
+            "outlier": torch.from_numpy(self.outlier),
+            "usual": torch.from_numpy(self.usual),
             "fitted": [fitted.state_dict() for fitted in self.fitted],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state."""
-        self.sizes, self.by_size = (state[name].cpu().numpy() for name in ("sizes", "by_size"))
+        for name in ("sizes", "by_size", "outlier", "usual"):
+            setattr(self, name, state[name].cpu().numpy().copy())
         for fitted, saved in zip(self.fitted, state["fitted"], strict=True):
             fitted.load_state_dict(saved)

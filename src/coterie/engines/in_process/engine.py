@@ -349,8 +349,9 @@ class InProcess:
         if isinstance(asked, EStep):
             for places, users in self._stacked_users(asked, question.points[0]):
                 counting = None if question.counting is None else question.counting[places.numpy()]
-                numbers = asked.answers_that_count(users, counting)
-                rows[0, places] = torch.from_numpy(numbers).flatten(1)
+                numbers = torch.from_numpy(asked.answers_that_count(users, counting))
+                rows[0, places] = numbers.flatten(1)
+                del numbers
         else:
             for place, peer in enumerate(self._linear_rows):
                 rows[0, place] = self._fitting(peer, asked).answer(asked, question.points[0])

@@ -124,7 +124,7 @@ class StackedSums:
 
     def __init__(self, copies: Copies, pool: ExamplePool, streams: Sequence[BatchStream]) -> None:
         self.copies, self.pool, self.streams = copies, pool, list(streams)
-        self.like = copies.parameters.vector()
+        self.like = next(iter(copies.parameters.named.values())).detach().new_empty(0)
         device = self.like.device
         self._size_of = [stream.size for stream in streams]
         sizes = torch.tensor(self._size_of)
@@ -179,7 +179,7 @@ class StackedSums:
         shares = layout.shares
         if asked is not None:
             shares = [self._shares(each, weights) for each in layout.passes]
-        shape, large = (len(layout.weights), self.like.numel()), self.copies.one_by_one
+        shape, large = (len(layout.weights), self.copies.parameters.size), self.copies.one_by_one
         # of a large model gradients are in memory that was used so before
         if into is not None:
             out = into
