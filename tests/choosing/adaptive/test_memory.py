@@ -86,8 +86,11 @@ class Held(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 numbers = storage.nbytes() // tensor.element_size()
                 if numbers >= self.least:
-                    self._live[storage._cdata] = StorageWeakRef(storage), numbers
-        self._live = {at: one for at, one in self._live.items() if not one[0].expired()}
+                    held = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    self._live[storage._cdata] = held, numbers
+        gone = [at for at, (held, _) in self._live.items() if held.expired()]  # type: ignore[no-untyped-call]
+        for at in gone:
+            del self._live[at]
         self.most = max(self.most, sum(numbers for _, numbers in self._live.values()))
         return out
 

@@ -251,7 +251,7 @@ class WithoutOutliers:
         far = lengths > longest.unsqueeze(1)
         outlier = far.cpu().numpy()
         why = f"more than {FAR:g} times as long as the median of all"
-        out = {name: why for name, one in zip(names, outlier.any(0).tolist(), strict=True) if one}
+        out = {name: why for name, one in zip(names, far.any(0).tolist(), strict=True) if one}
         kept = answers.judged.without(far)
         return cls(kept, {**out, **answers.left_out}, longest, outlier, usual.cpu().numpy())
 
@@ -300,7 +300,7 @@ class PeerWeights:
         self.sizes = np.where(np.isnan(told), self.sizes, told)
         self.outlier[trunks], self.usual[trunks] = near.outlier, near.usual
         relative = added / (self.steps * max(float(np.nanmean(self.usual)) ** 2, 1e-30))
-        self.by_size = shares(self.sizes, relative, without=self.outlier.any(0))
+        self.by_size = shares(self.sizes, relative, without=np.any(self.outlier, axis=0))
 
     def fork(self) -> bool:
         """Leave out of pooled peers that never answered.
