@@ -48,7 +48,7 @@ def linear_of(model: nn.Module) -> nn.Linear | None:
 def rows_key(work: AllRows, x: Tensor) -> Hashable:
     """Return what rows that are scaled, or in bins, depend on beside the user."""
     # a digest: each user's rows would hold a copy of the model
-    through = hashlib.blake2b(x.cpu().numpy()).digest() if work.layer else b""
+    through = hashlib.blake2b(x.cpu().numpy().data).digest() if work.layer else b""
     return work.about(), work.layer, through
 
 
