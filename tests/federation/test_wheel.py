@@ -5,15 +5,12 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import re
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import coterie
 from coterie.federation.kits import write_wheel
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_the_wheel_holds_what_runs_here_and_its_record_is_true(tmp_path: Path) -> None:
@@ -48,31 +45,3 @@ def test_the_wheel_holds_what_runs_here_and_its_record_is_true(tmp_path: Path) -
 def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     assert write_wheel(tmp_path) == write_wheel(tmp_path / "again")
-
-
-def test_no_page_and_no_source_fetches_coterie_from_a_package_index() -> None:
-    """Its name there may be anybody's."""
-    pages = [
-        path
-        for pattern in ("*.md", "docs/**/*.md", "src/**/*.py", "examples/*.py")
-        for path in ROOT.glob(pattern)
-    ]
-    fetches = re.compile(r"""pip install ["'`]?coterie""")
-    assert [path.name for path in pages if fetches.search(path.read_text(encoding="utf-8"))] == []
-
-
-def test_the_projects_address_is_set_in_one_place() -> None:
-    nobodys = ".".join(("coterie", "example"))
-    folders = (".ci", ".github", "src", "tests", "docs", "benchmarks", "examples")
-    paths = [
-        path
-        for folder in folders
-        for path in (ROOT / folder).rglob("*")
-        if "_build" not in path.parts
-    ]
-    paths += list(ROOT.glob("*"))
-    text = {path: path.read_bytes() for path in paths if path.is_file() and path.suffix != ".pyc"}
-    assert [path.name for path, content in text.items() if nobodys.encode() in content] in (
-        ["pyproject.toml"],
-        [],
-    )

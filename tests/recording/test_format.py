@@ -41,6 +41,7 @@ CONFIGURATION: dict[str, Any] = {
     "exchange_every": 1,
     "local_steps": 1,
     "memory": None,
+    "sample": None,
     "lr": 0.001,
     "data": "",
     "frozen": "",

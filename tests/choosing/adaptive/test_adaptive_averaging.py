@@ -143,7 +143,10 @@ def test_small_networks_and_classes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 3))
     run = coterie.train(model, cross_entropy, me, peers, **SETTINGS)
-    assert weight(run, "branch") > 0.5
+    weights = {kind: one["weight"] for kind, one in account(run)["leaderboard"].items()}
+    assert max(weights, key=lambda kind: (kind != "served") * weights[kind]) == "branch"
+    alone = ("constant", "alone", "alone, closed form", "alone, last layer")
+    assert sum(weights[kind] for kind in alone) < 0.2  # half of the prior
     assert account(run)["weights"]["bad"][-1] < 0.05
     assert isinstance(run.model, MixedPredictions)
 

@@ -58,6 +58,7 @@ class LinearRows:
     Its rows go through the model up to the layer, and are kept.
 
     Example:
+        >>> import numpy as np
         >>> from coterie.mixture.answers import EStep
         >>> from coterie.mixture.posterior import Priors
         >>> from coterie.mixture.scaling import Scaling
