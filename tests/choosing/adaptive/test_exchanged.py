@@ -347,12 +347,18 @@ def test_a_loud_peer_is_not_counted_where_it_is_not_asked() -> None:
     assert costs["loud"].gradients == 15 * 4 + 1
 
 
-def test_of_three_sites_the_wrong_one_is_not_listened_to() -> None:
+def test_of_three_sites_the_wrong_one_is_not_listened_to(tmp_path: Path) -> None:
     task = coterie.data.digits_by_writer(me=3, own_examples=30)
     peers = [*task.peers[:2], coterie.attacks.flip_labels(task.peers[4], 10)]
     make = functools.partial(nn.Sequential, nn.Flatten(), nn.Linear(64, 10))
     caps = Caps(gradients=1000, norm=10.0, examples=16)  # those that sites have at first
-    held = {one.name: Peer(one, Passes(make(), cross_entropy), caps) for one in peers}
+    held = {}
+    for one in peers:  # a capped site draws by a secret, which must not be left to chance here
+        log = tmp_path / f"{one.name}.jsonl"
+        secret = log.with_name(f"{log.name}.secret")
+        secret.touch(0o600)
+        secret.write_text(f"the secret of {one.name} in a test")
+        held[one.name] = Peer(one, Passes(make(), cross_entropy), caps, log)
 
     def flare(*given: Any, **options: Any) -> Remote:
         return Remote(*given[:3], sites=LocalSites(held), names=list(held), **options)
