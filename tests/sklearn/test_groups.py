@@ -253,7 +253,8 @@ def test_a_row_of_weight_w_counts_as_w_rows() -> None:
     design = np.column_stack([X, np.ones(40)])
     root = np.sqrt(weights)
     wanted, other = (
-        design @ np.linalg.lstsq(design * each[:, None], y * each)[0] for each in (root, root > 0)
+        design @ np.linalg.lstsq(design * each[:, None], y * each, rcond=None)[0]
+        for each in (root, root > 0)
     )
     np.testing.assert_allclose(fitted, wanted, atol=1e-3)
     assert np.abs(fitted - other).max() > 0.1

@@ -121,8 +121,8 @@ class OwnRows:
         >>> random = np.random.default_rng(0)
         >>> rows = Rows(random.normal(size=(400, 3)), random.normal(size=(400, 1)))
         >>> own = OwnRows.of(rows, SQUARED, 0, most=100)
-        >>> own.rows.inputs.shape, own.counts[0], own.judging.inputs.shape
-        ((16, 3), np.float64(400.0), (100, 3))
+        >>> own.rows.inputs.shape, float(own.counts[0]), own.judging.inputs.shape
+        ((16, 3), 400.0, (100, 3))
         >>> bool(np.allclose(own.rows.inputs.T @ own.rows.targets, rows.inputs.T @ rows.targets))
         True
     """

@@ -113,8 +113,8 @@ def mix(
         >>> zero = Candidates("constant", np.zeros((8, 1, 1)), parameters=np.zeros((1, 1, 1)), alone=True)
         >>> right = Candidates("net", np.ones((8, 1, 1)), predictors=[Predictor(nn.Linear(2, 1))])
         >>> found = mix(SQUARED, targets, np.arange(8) % 2, [zero, right])
-        >>> round(found.entries["net"].weight, 3), found.served.losses.round(3).max()
-        (1.0, np.float64(0.01))
+        >>> round(found.entries["net"].weight, 3), float(found.served.losses.round(3).max())
+        (1.0, 0.01)
         >>> type(found.served.model(SQUARED, intercept=True)).__name__
         'Linear'
     """

@@ -67,8 +67,8 @@ def believed(weights: Array) -> Array:
     What they are all multiplied by does not matter.
 
     Example:
-        >>> believed(np.array([2.0, 2.0])), believed(np.array([6.0, 2.0])).sum()
-        (array([1., 1.]), np.float64(1.6))
+        >>> believed(np.array([2.0, 2.0])), float(believed(np.array([6.0, 2.0])).sum())
+        (array([1., 1.]), 1.6)
     """
     whole: Array = weights * (weights.sum() / max(1e-300, float(np.square(weights).sum())))
     return whole
